@@ -1,0 +1,35 @@
+# `make demo` and `make test` are all a newcomer needs; both create .venv on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+WORKERS ?= 2
+
+.PHONY: demo test test-slow lint picture drift clean
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: .venv/.installed
+	$(BIN)/python -m dyrep.demo --out runs/demo
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS)
+
+test-slow: .venv/.installed
+	$(BIN)/python -m pytest -m slow -n $(WORKERS)
+
+picture: demo   # the figure in the README
+	cp runs/demo/evolution.png docs/evolution.png
+
+drift: .venv/.installed   # the table in docs/numerics.md
+	$(BIN)/python benchmarks/drift.py --out results/drift.json
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

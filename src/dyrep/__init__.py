@@ -1,0 +1,36 @@
+"""Dynamic structural re-parameterization: grow, shed and fold branches of a CNN while it trains."""
+
+from dyrep import algebra
+from dyrep.block import RepConv1d, RepConv2d, RepConv3d
+from dyrep.branches import BRANCHES
+from dyrep.errors import DyRepError
+from dyrep.surgery.costs import Costs, costs
+from dyrep.surgery.edits import Edit, cut_, expand_, sync_norms_
+from dyrep.surgery.folding import FoldReport, deploy, verify
+from dyrep.surgery.structure import prepare_, restructure_, structure
+from dyrep.surgery.targets import Target, targets
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BRANCHES",
+    "Costs",
+    "DyRepError",
+    "Edit",
+    "FoldReport",
+    "RepConv1d",
+    "RepConv2d",
+    "RepConv3d",
+    "Target",
+    "algebra",
+    "costs",
+    "cut_",
+    "deploy",
+    "expand_",
+    "prepare_",
+    "restructure_",
+    "structure",
+    "sync_norms_",
+    "targets",
+    "verify",
+]

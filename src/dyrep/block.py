@@ -1,0 +1,212 @@
+"""`RepConv1d/2d/3d`: a convolution that can grow branches and shed them again.
+
+A block *is* the convolution it came from: `as_block_` swaps the class of the live module and adds ``.branches``, so
+its name, parameters, hooks and every reference to it stay. Swapping back, `as_plain_`, is all that is left to do once
+the last branch has been absorbed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dyrep import algebra
+from dyrep.branches import BRANCHES, Branch, make_branch
+from dyrep.errors import IneligibleLayerError
+from dyrep.geometry import ConvGeometry, ConvNd
+from dyrep.norm import BranchNorm
+
+if TYPE_CHECKING:
+    _Base = nn.Conv2d
+else:
+    _Base = object
+
+_UNDOABLE_SCALE = 1e-4  # below this, an origin norm is reset rather than divided by
+
+
+class RepConv(_Base):
+    """What `RepConv1d`, `RepConv2d` and `RepConv3d` have in common.
+
+    Attributes:
+        branches: the branches grown so far, by name.
+        origin_norm: a norm on the original kernel, or None.
+        geometry: the convolution's hyper-parameters, resolved.
+    """
+
+    branches: nn.ModuleDict
+    origin_norm: BranchNorm | None
+    geometry: ConvGeometry
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The convolution plus all branches."""
+        if not self.branches and self.origin_norm is None:
+            return super().forward(input)
+        unbatched = input.dim() == self.weight.dim() - 1
+        x = self.geometry.branch_input(input)
+        if self.geometry.needs_prepadding:
+            conv = (F.conv1d, F.conv2d, F.conv3d)[self.geometry.ndim - 1]
+            y = conv(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)  # type: ignore[operator]
+        else:
+            y = self._conv_forward(x, self.weight, self.bias)
+        if self.origin_norm is not None:
+            y = self.origin_norm(y)
+        for branch in self.branches.values():
+            y = y + branch(x)
+        return y.squeeze(0) if unbatched else y
+
+    def origin_folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Kernel and bias of the origin alone, its norm included, as in eval mode."""
+        kernel = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        if self.origin_norm is None:
+            return kernel, bias
+        return algebra.fuse_norm(kernel, bias, **self.origin_norm.fold_arguments(dtype))
+
+    def folded(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor | None]:
+        """Kernel and bias of the whole block as one convolution, as in eval mode; differentiable.
+
+        Args:
+            dtype: what to compute and answer in (default: the weight's own).
+        """
+        dtype = self.weight.dtype if dtype is None else dtype
+        return algebra.add(
+            self.origin_folded(dtype), *(branch.folded(dtype) for branch in self.branch_modules().values())
+        )
+
+    @torch.no_grad()
+    def set_origin_(self, kernel: Tensor, bias: Tensor | None) -> None:
+        """Rewrite weight and bias so that the origin, its norm included, computes this kernel and bias."""
+        if self.origin_norm is not None:
+            norm = self.origin_norm.fold_arguments(kernel.dtype)
+            scale = norm["gamma"] * torch.rsqrt(norm["var"] + norm["eps"])
+            self.origin_norm.make_identity_(scale.abs() < _UNDOABLE_SCALE)
+            norm = self.origin_norm.fold_arguments(kernel.dtype)
+            kernel, bias = algebra.unfuse_norm(kernel, bias, **norm)
+        self.weight.copy_(kernel)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    def branch_modules(self) -> dict[str, Branch]:
+        """The branches by name, typed."""
+        return {name: cast(Branch, branch) for name, branch in self.branches.items()}
+
+    def importances(self) -> dict[str, Tensor]:
+        """Mean absolute γ of every branch's last norm (the paper's s_j), on the device."""
+        return {name: branch.norm.importance for name, branch in self.branch_modules().items()}
+
+    def fuse(self) -> ConvNd:
+        """The plain convolution with the same function, as a new module; this one stays as it is.
+
+        Example:
+            >>> block = as_block_(nn.Conv2d(4, 4, 3, padding=1))
+            >>> type(block.fuse())
+            <class 'torch.nn.modules.conv.Conv2d'>
+        """
+        plain = copy.copy(self)  # shallow: shares hooks and buffers, but not the dicts changed below
+        plain._parameters = dict(self._parameters)
+        plain._modules = dict(self._modules)
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                fresh = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                plain._parameters[name] = fresh
+        kernel, bias = self.folded(algebra.exact_dtype(self.weight))
+        return _write_plain_(plain, kernel, bias)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Grow and shed branches as the file says, before torch loads the children."""
+        start = prefix + "branches."
+        found = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
+        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        kept = {name: branch for name, branch in self.branches.items() if name in found}
+        for name in found:
+            if name in BRANCHES:  # anything else is left for torch to report as unexpected
+                point = state_dict.get(f"{start}{name}.point.weight")
+                width = (
+                    1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
+                )
+                inner = cast(Any, kept.get(name))
+                if inner is None or (
+                    name == "1x1-KxK" and inner.point.out_channels != width * self.in_channels
+                ):
+                    shift = self.bias is not None
+                    kept[name] = make_branch(name, self.geometry, shift=shift, width=width, **like)
+                    as_blocks_(kept[name])
+        self.branches = nn.ModuleDict({name: kept[name] for name in found if name in kept})
+        if any(key.startswith(prefix + "origin_norm.") for key in state_dict):
+            if self.origin_norm is None:
+                self.origin_norm = BranchNorm(self.out_channels, shift=self.bias is not None, **like)
+        else:
+            self.origin_norm = None
+        self.branches.train(self.training)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+
+    def extra_repr(self) -> str:
+        """What ``print(model)`` shows."""
+        return f"{super().extra_repr()}, branches=[{', '.join(self.branches)}]"
+
+
+class RepConv1d(RepConv, nn.Conv1d):  # type: ignore[misc]
+    """A `torch.nn.Conv1d` that can grow branches."""
+
+
+class RepConv2d(RepConv, nn.Conv2d):
+    """A `torch.nn.Conv2d` that can grow branches.
+
+    Example:
+        >>> conv = nn.Conv2d(4, 4, 3, padding=1)
+        >>> block = as_block_(conv)
+        >>> block is conv, isinstance(block, nn.Conv2d)
+        (True, True)
+    """
+
+
+class RepConv3d(RepConv, nn.Conv3d):  # type: ignore[misc]
+    """A `torch.nn.Conv3d` that can grow branches."""
+
+
+_BLOCK_OF: dict[type, type] = {nn.Conv1d: RepConv1d, nn.Conv2d: RepConv2d, nn.Conv3d: RepConv3d}
+_PLAIN_OF: dict[type, type] = {block: plain for plain, block in _BLOCK_OF.items()}
+
+
+def as_block_(conv: nn.Module) -> RepConv:
+    """Turn a plain convolution into a block without branches, in place: same object, same keys, same function."""
+    if isinstance(conv, RepConv):
+        return conv
+    if type(conv) not in _BLOCK_OF:
+        raise IneligibleLayerError(f"{type(conv).__name__} is not one of torch's plain convolutions")
+    conv.__class__ = _BLOCK_OF[type(conv)]
+    block = cast(RepConv, conv)
+    block.geometry = ConvGeometry.of(conv)
+    block.branches = nn.ModuleDict()
+    block.register_module("origin_norm", None)
+    return block
+
+
+def as_plain_(block: RepConv) -> ConvNd:
+    """Fold everything into weight and bias and turn a block back into the plain convolution, in place."""
+    with torch.no_grad():
+        kernel, bias = block.folded(algebra.exact_dtype(block.weight))
+    return _write_plain_(block, kernel, bias)
+
+
+def as_blocks_(module: nn.Module) -> None:
+    """Turn every plain convolution with K > 1 below ``module`` into a block without branches."""
+    for child in list(module.modules()):
+        if type(child) in _BLOCK_OF and ConvGeometry.of(child).taps > 1:
+            as_block_(child)
+
+
+@torch.no_grad()
+def _write_plain_(block: RepConv, kernel: Tensor, bias: Tensor | None) -> ConvNd:
+    block.__class__ = _PLAIN_OF[type(block)]
+    del block._modules["branches"], block._modules["origin_norm"]
+    block.__dict__.pop("geometry")
+    block.weight.copy_(kernel)
+    if block.bias is not None and bias is not None:
+        block.bias.copy_(bias)
+    return cast(ConvNd, block)

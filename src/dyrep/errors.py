@@ -1,0 +1,59 @@
+"""Every error and warning of the package: each says which layer, which value, and what to do."""
+
+from __future__ import annotations
+
+
+class DyRepError(Exception):
+    """Base class: ``except dyrep.DyRepError`` catches everything this package raises on purpose."""
+
+
+class ShapeError(DyRepError, ValueError):
+    """Tensors whose shapes do not fit together; the message names both shapes."""
+
+
+class UnknownLayerError(DyRepError, ValueError):
+    """A layer name that the model does not have; the message suggests close ones."""
+
+
+class IneligibleLayerError(DyRepError, ValueError):
+    """A layer that cannot be expanded exactly; the message says why."""
+
+
+class BranchError(DyRepError, ValueError):
+    """A branch that is unknown, impossible for this convolution, or not there; the message lists the valid ones."""
+
+
+class CalibrationError(DyRepError, ValueError):
+    """Calibration data that cannot serve: none, the wrong kind, or a layer that it never reaches."""
+
+
+class OptimizerError(DyRepError, ValueError):
+    """An optimizer that cannot follow a change of structure, or a saved state that does not fit it."""
+
+
+class WrappedModelError(DyRepError, TypeError):
+    """A model inside a wrapper that does not survive a change of structure."""
+
+
+class StructureError(DyRepError, ValueError):
+    """A structure description that is malformed or does not fit the model."""
+
+
+class CheckpointError(DyRepError, ValueError):
+    """A file that is missing, damaged, or not one of ours."""
+
+
+class ConfigError(DyRepError, ValueError):
+    """A setting outside its range; the message lists the valid values."""
+
+
+class DesyncError(DyRepError, RuntimeError):
+    """Ranks of a distributed job that would change their models differently."""
+
+
+class ScoreNoiseWarning(UserWarning):
+    """A score too small against its own terms to rank anything."""
+
+
+class EditRolledBackWarning(UserWarning):
+    """An edit that changed the network's output by more than the tolerance and was undone."""

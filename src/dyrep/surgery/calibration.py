@@ -1,0 +1,143 @@
+"""Measure the statistics of norms that are about to join a model, without the model noticing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dyrep.errors import CalibrationError
+from dyrep.geometry import ConvGeometry
+from dyrep.norm import BranchNorm
+from dyrep.surgery import ranks
+from dyrep.surgery.preserve import Forward, device_of, preserved, run_batch
+
+CALIBRATION_BATCHES = 20  # the paper's number
+
+
+@dataclass
+class Probe:
+    """What is measured at one convolution.
+
+    Attributes:
+        name: the convolution's name.
+        conv: the convolution.
+        on_input: modules that are fed the convolution's input (branches to be).
+        on_output: modules that are fed its output (an origin norm to be).
+    """
+
+    name: str
+    conv: nn.Module
+    on_input: Sequence[nn.Module]
+    on_output: Sequence[nn.Module] = ()
+    calls: int = field(default=0, init=False)
+
+    @property
+    def norms(self) -> list[BranchNorm]:
+        """Every norm that is being calibrated here."""
+        modules = [*self.on_input, *self.on_output]
+        return [m for module in modules for m in module.modules() if isinstance(m, BranchNorm)]
+
+
+class _SeenEverything(BaseException):
+    """Leaves a forward pass after the last convolution of interest."""
+
+
+@torch.no_grad()
+def calibrate_(
+    model: nn.Module,
+    probes: Sequence[Probe],
+    batches: Iterable[Any],
+    *,
+    max_batches: int = CALIBRATION_BATCHES,
+    forward: Forward | None = None,
+    distributed: bool | None = None,
+) -> int:
+    """Set the running statistics of the probes' norms to their cumulative mean over some batches.
+
+    The model runs in training mode without gradient, up to the last convolution being calibrated. Its outputs are
+    those it had before; buffers, modes and random numbers are put back.
+
+    Returns:
+        How many batches were used.
+
+    Raises:
+        CalibrationError: there were no batches, a convolution was never reached, or its input is not finite.
+    """
+    norms = [norm for probe in probes for norm in probe.norms]
+    handles = []
+    per_batch: int | None = None  # calls of interest in one forward pass, known after the first
+    calls = used = 0
+
+    def watch(probe: Probe, geometry: ConvGeometry) -> None:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = geometry.branch_input(args[0] if args else kwargs["input"])
+            for module in probe.on_input:
+                module(x)
+
+        def after(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
+            nonlocal calls
+            for module in probe.on_output:
+                module(output if output.dim() == geometry.ndim + 2 else output.unsqueeze(0))
+            probe.calls += 1
+            calls += 1
+            if calls == per_batch:
+                raise _SeenEverything
+
+        handles.append(probe.conv.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(probe.conv.register_forward_hook(after))
+
+    with preserved(model, batches, training=True):
+        for norm in norms:
+            norm.train()
+            norm.start_calibration()
+        try:
+            for probe in probes:
+                watch(probe, ConvGeometry.of(probe.conv))
+            for batch in islice(iter(batches), max_batches):
+                calls = 0
+                try:
+                    run_batch(model, batch, forward)
+                except _SeenEverything:
+                    pass
+                per_batch = calls if used == 0 else per_batch
+                used += 1
+        finally:
+            for handle in handles:
+                handle.remove()
+            for norm in norms:
+                norm.finish_calibration()
+    _check(model, probes, used, ranks.distributed(distributed))
+    return used
+
+
+def _check(model: nn.Module, probes: Sequence[Probe], used: int, several: bool) -> None:
+    reached = min((probe.calls for probe in probes), default=1)
+    if several:
+        device = device_of(model)
+        used, reached = ranks.smallest(used, device), ranks.smallest(reached, device)
+    if used == 0:
+        raise CalibrationError(
+            "calibration got no batches (an empty or used-up iterable): pass a loader or a list of batches, "
+            "or calibration=None to go without"
+        )
+    if reached == 0:
+        lost = [probe.name for probe in probes if probe.calls == 0]
+        raise CalibrationError(
+            f"calibration never reached {', '.join(map(repr, lost)) or 'a layer on another rank'}: the model's forward "
+            "does not call it (it may read its weight directly), so its branches would never run"
+        )
+    for probe in probes:
+        for norm in probe.norms:
+            statistics = [norm.running_var] + ([] if norm.running_mean is None else [norm.running_mean])
+            if several:
+                ranks.average_(statistics)
+            if not all(bool(torch.isfinite(s).all()) for s in statistics):
+                raise CalibrationError(
+                    f"the statistics at layer {probe.name!r} are not finite: its input holds NaN or inf "
+                    "(a diverged model, or batches that are not normalised)"
+                )

@@ -1,0 +1,356 @@
+"""Expand a convolution of a live model, or cut branches off, without changing what the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dyrep import algebra
+from dyrep.block import RepConv, as_block_, as_plain_
+from dyrep.branches import BRANCHES, Branch, branch_options, make_branch
+from dyrep.errors import BranchError, CalibrationError, ConfigError
+from dyrep.geometry import ConvGeometry
+from dyrep.norm import BranchNorm
+from dyrep.surgery import ranks
+from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
+from dyrep.surgery.optimizer import check_optimizer, insert_, remove_
+from dyrep.surgery.preserve import Forward
+from dyrep.surgery.targets import require_eligible, resolve
+from dyrep.surgery.undo import Snapshot
+from dyrep.surgery.wrappers import forget_compiled, unwrap
+
+ORIGIN_NORMS = ("none", "calibrated", "reference")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change of structure.
+
+    Attributes:
+        kind: ``"expand"`` or ``"cut"``.
+        layer: name of the convolution.
+        branches: the branches that were added or absorbed.
+        detail: what the caller measured about it (scores, importances, drift), for the log.
+    """
+
+    kind: str
+    layer: str
+    branches: tuple[str, ...]
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The edit as JSON-able data."""
+        return {**asdict(self), "branches": list(self.branches)}
+
+    def __str__(self) -> str:
+        sign = "+" if self.kind == "expand" else "-"
+        return f"{self.kind} {self.layer}: {' '.join(sign + branch for branch in self.branches)}"
+
+
+def expand_(
+    model: nn.Module,
+    names: str | Iterable[str],
+    branches: Sequence[str] | None = None,
+    *,
+    gamma: float = 0.01,
+    relative_gamma: bool = False,
+    calibration: Iterable[Any] | None = None,
+    calibration_batches: int = CALIBRATION_BATCHES,
+    forward: Forward | None = None,
+    optimizer: Optimizer | None = None,
+    origin_norm: str = "none",
+    width: int = 1,
+    generator: torch.Generator | None = None,
+    distributed: bool | None = None,
+) -> list[Edit]:
+    """Give convolutions new branches with random weights, and take what they add out of the original kernel.
+
+    In eval mode the model's function stays the same to rounding; in training mode nearly so, the better the more
+    calibration batches there are. Either all layers are expanded or, after an error, none.
+
+    Args:
+        model: the model, changed in place.
+        names: name of a convolution, or several.
+        branches: which branches to add (default: all that are exact, not duplicates and not there yet).
+        gamma: initial γ of every new branch's last norm.
+        relative_gamma: measure γ in standard deviations of the origin's output; needs ``calibration``.
+        calibration: batches for the new norms' statistics; without any, eval mode is still exact.
+        calibration_batches: how many of them to use at most.
+        forward: ``forward(model, batch)`` to run the model, where a batch is not a tensor, a tuple that begins with
+            the input, or a dict of arguments.
+        optimizer: the optimizer that trains the model; the new parameters join it.
+        origin_norm: norm on the original kernel: ``"none"``; ``"calibrated"`` (starts as the identity) or
+            ``"reference"`` (a fresh one, as published; not function-preserving in training mode).
+        width: inner channels of ``1x1-KxK`` per input channel.
+        generator: source of the random weights (default: torch's global one).
+        distributed: whether ranks share weights and statistics (default: if torch.distributed is initialised).
+
+    Returns:
+        One `Edit` per layer.
+
+    Raises:
+        DyRepError: the layer, branch, data or optimizer does not allow it; the message says why and what to do.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)).eval()
+        >>> x = torch.randn(4, 3, 8, 8)
+        >>> before = model(x)
+        >>> print(*expand_(model, "0", calibration=[x]))
+        expand 0: +1x1 +1x1-KxK +1x1-AVG +1xK +Kx1
+        >>> torch.allclose(model(x), before, atol=1e-5)
+        True
+    """
+    model = unwrap(model)
+    convs = resolve(model, names)
+    require_eligible(model, convs)
+    if origin_norm not in ORIGIN_NORMS:
+        raise ConfigError(f"origin_norm={origin_norm!r} is unknown; valid are {', '.join(ORIGIN_NORMS)}")
+    if calibration is None and (relative_gamma or origin_norm == "calibrated"):
+        wish = "relative_gamma=True" if relative_gamma else "origin_norm='calibrated'"
+        raise CalibrationError(f"{wish} has to see data: pass calibration=batches")
+    wanted = {name: _wanted_branches(name, conv, branches) for name, conv in convs.items()}
+    if optimizer is not None:
+        for name, conv in convs.items():
+            check_optimizer(optimizer, name, conv.weight)  # type: ignore[arg-type]
+
+    grown = {
+        name: _make_branches(conv, wanted[name], gamma=gamma, width=width, generator=generator)
+        for name, conv in convs.items()
+    }
+    norms = {name: _origin_norm(conv) for name, conv in convs.items()}
+    if ranks.distributed(distributed):
+        ranks.broadcast_(
+            p for made in grown.values() for branch in made.values() for p in branch.parameters()
+        )
+    if calibration is not None:
+        probes = [
+            Probe(name, conv, on_input=list(grown[name].values()), on_output=[norms[name]])
+            for name, conv in convs.items()
+        ]
+        calibrate_(
+            model,
+            probes,
+            calibration,
+            max_batches=calibration_batches,
+            forward=forward,
+            distributed=distributed,
+        )
+
+    before = Snapshot(convs.values(), optimizer)
+    try:
+        for name, conv in convs.items():
+            if relative_gamma:
+                _scale_gamma_(grown[name], norms[name])
+            norm = _fresh_origin_norm(norms[name], origin_norm)
+            _attach_(conv, grown[name], norm)
+        synchronization = _sync_group(model)
+        for name, conv in convs.items():
+            added: dict[str, nn.Module] = {f"branches.{key}": branch for key, branch in grown[name].items()}
+            assert isinstance(conv, RepConv)
+            if conv.origin_norm is not None and conv.origin_norm is norms[name]:
+                added["origin_norm"] = conv.origin_norm
+            if synchronization is not None:
+                for module in added.values():
+                    sync_norms_(module, *synchronization)
+            if optimizer is not None:
+                insert_(optimizer, model, conv, added, name)
+    except BaseException:
+        before.restore_()
+        raise
+    forget_compiled()
+    return [Edit("expand", name, tuple(made)) for name, made in grown.items()]
+
+
+def cut_(
+    model: nn.Module,
+    names: str | Iterable[str],
+    branches: Sequence[str] | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+) -> list[Edit]:
+    """Absorb branches into the original kernel and drop them; a block without branches is a plain convolution again.
+
+    Args:
+        model: the model, changed in place.
+        names: name of an expanded convolution, or several.
+        branches: which branches to cut (default: all).
+        optimizer: the optimizer that trains the model; it forgets the removed parameters.
+
+    Returns:
+        One `Edit` per layer.
+
+    Raises:
+        BranchError: a layer does not have such a branch.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)).eval()
+        >>> _ = expand_(model, "0")
+        >>> print(*cut_(model, "0", ["1x1", "1xK"]))
+        cut 0: -1x1 -1xK
+        >>> print(*cut_(model, "0"))
+        cut 0: -1x1-KxK -1x1-AVG -Kx1 -residual
+        >>> type(model[0])
+        <class 'torch.nn.modules.conv.Conv2d'>
+    """
+    model = unwrap(model)
+    convs = resolve(model, names)
+    doomed = {name: _present_branches(name, conv, branches) for name, conv in convs.items()}
+    before = Snapshot(convs.values(), optimizer)
+    try:
+        for name, conv in convs.items():
+            assert isinstance(conv, RepConv)
+            gone = _detach_(conv, doomed[name])
+            if not conv.branches:
+                if conv.origin_norm is not None:
+                    gone.append(conv.origin_norm)
+                as_plain_(conv)
+            if optimizer is not None:
+                remove_(optimizer, [p for module in gone for p in module.parameters()])
+    except BaseException:
+        before.restore_()
+        raise
+    forget_compiled()
+    return [Edit("cut", name, tuple(cut)) for name, cut in doomed.items()]
+
+
+def sync_norms_(model: nn.Module, process_group: Any = None, enabled: bool = True) -> nn.Module:
+    """Share the batch statistics of all branch norms between ranks, as SyncBatchNorm does for the model's own.
+
+    `expand_` does this by itself in a model that has SyncBatchNorm layers; call it after converting a model that was
+    expanded before.
+    """
+    for module in model.modules():
+        if isinstance(module, BranchNorm):
+            module.synchronized = enabled
+            module.process_group = process_group
+    return model
+
+
+def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
+    present = set(conv.branches) if isinstance(conv, RepConv) else set()
+    options = branch_options(ConvGeometry.of(conv))
+    if branches is None:
+        chosen = [b for b, option in options.items() if not option.reason and b not in present]
+        if not chosen:
+            reasons = sorted({option.reason for option in options.values() if option.reason})
+            why = "it has every branch already" if present else "; ".join(reasons)
+            raise BranchError(f"layer {name!r} has no branch to add: {why}")
+        return chosen
+    valid = [b for b, option in options.items() if option.possible and b not in present]
+    for branch in branches:
+        if branch not in BRANCHES:
+            raise BranchError(
+                f"unknown branch {branch!r} for layer {name!r}; valid are {', '.join(BRANCHES)}"
+            )
+        if branch in present:
+            raise BranchError(f"layer {name!r} has branch {branch!r} already; it can still grow {valid}")
+        if not options[branch].possible:
+            raise BranchError(
+                f"layer {name!r} cannot have branch {branch!r}: {options[branch].reason}; it can grow {valid}"
+            )
+    if not branches:
+        raise BranchError(f"no branches given for layer {name!r}; it can grow {valid}")
+    return list(dict.fromkeys(branches))
+
+
+def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
+    present = list(conv.branches) if isinstance(conv, RepConv) else []
+    if not present:
+        raise BranchError(f"layer {name!r} has no branches to cut")
+    for branch in branches or ():
+        if branch not in present:
+            raise BranchError(f"layer {name!r} has no branch {branch!r}; it has {', '.join(present)}")
+    return present if branches is None else list(dict.fromkeys(branches))
+
+
+def _make_branches(
+    conv: nn.Module, names: Sequence[str], *, gamma: float, width: int, generator: torch.Generator | None
+) -> dict[str, Branch]:
+    weight = conv.weight
+    assert isinstance(weight, torch.Tensor)
+    channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    made = {}
+    for name in names:
+        branch = make_branch(
+            name,
+            ConvGeometry.of(conv),
+            shift=conv.bias is not None,
+            gamma=gamma,
+            width=width,
+            device=weight.device,
+            dtype=weight.dtype,
+            generator=generator,
+        )
+        if channels_last:
+            branch.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        made[name] = branch.train(conv.training)
+    return made
+
+
+def _origin_norm(conv: nn.Module) -> BranchNorm:
+    """A norm fit for the origin: watches its output during calibration, and may stay."""
+    weight = conv.weight
+    assert isinstance(weight, torch.Tensor)
+    shift = conv.bias is not None
+    norm = BranchNorm(weight.shape[0], shift=shift, device=weight.device, dtype=weight.dtype)
+    return norm.train(conv.training)
+
+
+def _fresh_origin_norm(norm: BranchNorm, kind: str) -> BranchNorm | None:
+    if kind == "none":
+        return None
+    if kind == "calibrated":
+        norm.make_identity_()
+        return norm
+    with torch.no_grad():  # as published: mean 0, variance 1, whatever calibration saw
+        norm.running_var.fill_(1)
+        if norm.running_mean is not None:
+            norm.running_mean.zero_()
+    return norm
+
+
+@torch.no_grad()
+def _scale_gamma_(branches: dict[str, Branch], norm: BranchNorm) -> None:
+    for branch in branches.values():
+        branch.norm.weight.mul_((norm.running_var + norm.eps).sqrt())
+
+
+@torch.no_grad()
+def _attach_(conv: nn.Module, branches: dict[str, Branch], norm: BranchNorm | None) -> None:
+    """Add branches (and a norm on the origin, if it has none) and take what they compute out of the origin."""
+    block = as_block_(conv)
+    dtype = algebra.exact_dtype(block.weight)
+    kernel, bias = block.origin_folded(dtype)
+    for branch in branches.values():
+        added, shift = branch.folded(dtype)
+        kernel = kernel - added
+        bias = bias if bias is None or shift is None else bias - shift
+    if norm is not None and block.origin_norm is None:
+        block.origin_norm = norm
+    block.set_origin_(kernel, bias)
+    block.branches = nn.ModuleDict({**block.branch_modules(), **branches})  # a new dict: see Snapshot
+
+
+@torch.no_grad()
+def _detach_(block: RepConv, names: Sequence[str]) -> list[nn.Module]:
+    """Absorb branches into the origin; returns them."""
+    dtype = algebra.exact_dtype(block.weight)
+    gone = {name: block.branch_modules()[name] for name in names}
+    block.set_origin_(
+        *algebra.add(block.origin_folded(dtype), *(branch.folded(dtype) for branch in gone.values()))
+    )
+    kept = {name: branch for name, branch in block.branch_modules().items() if name not in gone}
+    block.branches = nn.ModuleDict(kept)  # a new dict: see Snapshot
+    return list(gone.values())
+
+
+def _sync_group(model: nn.Module) -> tuple[Any] | None:
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            return (module.process_group,)
+    return None

@@ -1,0 +1,186 @@
+"""Fold an evolved model back into the plain one, and prove that both compute the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dyrep.block import RepConv, as_plain_
+from dyrep.errors import DyRepError
+from dyrep.surgery.preserve import Forward, preserved, run_batch
+from dyrep.surgery.wrappers import bare, forget_compiled
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
+    """Fold every block into its convolution: the original architecture, key for key, with the same function.
+
+    Args:
+        model: the evolved model; compiled and DistributedDataParallel models are unwrapped.
+        inplace: change the model itself rather than a copy. An optimizer that still holds the branches' parameters
+            is of no further use then.
+
+    Returns:
+        The plain model, in the modes it had.
+
+    Example:
+        >>> from dyrep.surgery.edits import expand_
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> keys = list(model.state_dict())
+        >>> _ = expand_(model, "0")
+        >>> list(deploy(model).state_dict()) == keys
+        True
+    """
+    plain = bare(model) if inplace else copy.deepcopy(bare(model))
+    for block in [module for module in plain.modules() if isinstance(module, RepConv)]:
+        if isinstance(block, RepConv):  # a block inside a branch is gone with its parent
+            as_plain_(block)
+    forget_compiled()
+    return plain
+
+
+@dataclass(frozen=True)
+class FoldReport:
+    """What `verify` found.
+
+    Attributes:
+        errors: ‖Δ‖∞ / ‖y‖∞ per output, by the output's name.
+        tolerance: the largest error that passes.
+        compared: what was compared, in words.
+        missing: keys of the first model's plain form that the second lacks, and the other way round.
+    """
+
+    errors: dict[str, float]
+    tolerance: float
+    compared: str
+    missing: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """The largest error over all outputs."""
+        return max(self.errors.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output agrees within the tolerance and both have the same keys; NaN never passes."""
+        return not self.missing and all(error <= self.tolerance for error in self.errors.values())
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        outputs = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items())
+        keys = f"; keys differ: {', '.join(self.missing[:5])}" if self.missing else ""
+        verdict = "passed" if self.passed else "FAILED"
+        return f"{verdict}: {self.compared}; relative error per output: {outputs} (tolerance {self.tolerance:.0e}){keys}"
+
+
+@torch.no_grad()
+def verify(
+    model: nn.Module,
+    plain: nn.Module,
+    example_input: Any,
+    *,
+    tolerance: float | None = None,
+    forward: Forward | None = None,
+) -> FoldReport:
+    """Compare an evolved model with its deployed form on given inputs, both in eval mode.
+
+    Args:
+        model: the evolved model.
+        plain: what `deploy` returned.
+        example_input: a batch: a tensor, a tuple that begins with the input, a dict, or anything ``forward`` takes.
+        tolerance: the largest relative error that passes (default by dtype: 1e-4 for float32, where rounding
+            accumulates over the layers; 1e-10 for float64).
+        forward: ``forward(model, batch)`` to run the models.
+
+    Returns:
+        A `FoldReport`, true if all outputs agree.
+
+    Example:
+        >>> from dyrep.surgery.edits import expand_
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> _ = expand_(model, "0")
+        >>> verify(model, deploy(model), torch.randn(2, 8, 8, 8)).passed
+        True
+    """
+    model, plain = bare(model), bare(plain)
+    was_training = model.training or plain.training
+    ours, theirs = eval_outputs(model, example_input, forward), eval_outputs(plain, example_input, forward)
+    if ours.keys() != theirs.keys():
+        raise DyRepError(
+            f"the models do not have the same outputs: {', '.join(ours)} against {', '.join(theirs)}"
+        )
+    dtype = next(iter(model.parameters())).dtype
+    keys = set(copy.deepcopy(plain).state_dict()) ^ _plain_keys(model)
+    compared = f"{len(ours)} output(s) in eval mode"
+    if was_training:
+        compared += (
+            " (given in training mode, where branches normalise by batch and outputs are not comparable)"
+        )
+    return FoldReport(
+        errors={name: relative_error(ours[name], theirs[name]) for name in ours},
+        tolerance=_TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance,
+        compared=compared,
+        missing=tuple(sorted(keys)),
+    )
+
+
+@torch.no_grad()
+def eval_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
+    """A model's outputs in eval mode, by name; the model is left as it was."""
+    with preserved(model, training=False):
+        return dict(_named_tensors(run_batch(model, batch, forward)))
+
+
+@torch.no_grad()
+def train_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
+    """A model's outputs in training mode, by name; the model is left as it was."""
+    with preserved(model, training=True):
+        return dict(_named_tensors(run_batch(model, batch, forward)))
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    """‖value - reference‖∞ / ‖reference‖∞; infinite where the shapes differ, NaN where a value is not finite."""
+    if value.shape != reference.shape:
+        return float("inf")
+    if value.numel() == 0:
+        return 0.0
+    value, reference = value.detach().double(), reference.detach().double()
+    scale = reference.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return float((value - reference).abs().max() / scale)
+
+
+def drift(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
+    """The largest relative error over all outputs."""
+    return max((relative_error(after[name], before[name]) for name in before), default=0.0)
+
+
+def _plain_keys(model: nn.Module) -> set[str]:
+    blocks = [
+        name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, RepConv)
+    ]
+    extras = tuple(
+        f"{name}.{part}." if name else f"{part}." for name in blocks for part in ("branches", "origin_norm")
+    )
+    return {key for key in model.state_dict() if not key.startswith(extras)}
+
+
+def _named_tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield name, output
+    elif isinstance(output, Mapping):
+        for key, value in output.items():
+            yield from _named_tensors(value, f"{name}.{key}" if name != "output" else str(key))
+    elif isinstance(output, (tuple, list)):
+        for index, value in enumerate(output):
+            yield from _named_tensors(value, f"{name}[{index}]")
+    elif hasattr(output, "__dict__") and not isinstance(output, nn.Module):
+        yield from _named_tensors(vars(output), name)

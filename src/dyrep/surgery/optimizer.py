@@ -1,0 +1,223 @@
+"""Keep an optimizer in step with a model whose parameters come and go.
+
+Parameters are inserted into and removed from the lists of the optimizer's own groups, in place: schedulers, which
+remember groups by position, never notice, and the state of every surviving parameter stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dyrep.errors import OptimizerError
+from dyrep.norm import BranchNorm
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, BranchNorm)
+_FORMAT = 1
+
+
+def check_optimizer(optimizer: object, name: str, weight: Tensor) -> None:
+    """Raise unless an optimizer can follow the expansion of a layer.
+
+    Raises:
+        OptimizerError: it is not a torch optimizer, shards its state, or does not hold the layer's weight.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass the optimizer itself, not a wrapper"
+        )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise OptimizerError(
+            "ZeroRedundancyOptimizer splits parameters over ranks once and for all; use a plain one"
+        )
+    if locate(optimizer, weight) is None:
+        raise OptimizerError(
+            f"the weight of layer {name!r} is not in the optimizer, so its branches would not be trained: "
+            "add it to a parameter group, leave the layer out, or pass optimizer=None"
+        )
+
+
+def locate(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int] | None:
+    """The group that holds a parameter, and its place there."""
+    for group in optimizer.param_groups:
+        for index, held in enumerate(group["params"]):
+            if held is parameter:
+                return group, index
+    return None
+
+
+def insert_(
+    optimizer: Optimizer, model: nn.Module, conv: nn.Module, added: Mapping[str, nn.Module], prefix: str
+) -> None:
+    """Add the parameters of new modules: kernels beside the convolution's weight, γ and β where the model's norms are.
+
+    Args:
+        optimizer: the optimizer to extend.
+        model: the model, for the order of its modules.
+        conv: the convolution that grew.
+        added: the new modules, by their name below ``conv``.
+        prefix: the convolution's name in the model.
+    """
+    weight = conv.weight
+    assert isinstance(weight, Tensor)
+    norm = _nearest_norm(optimizer, model, conv, set(map(id, added.values())))
+    of_norms: list[tuple[str, nn.Parameter]] = []
+    others: list[tuple[str, nn.Parameter]] = []
+    for path, module in added.items():
+        for name, child in module.named_modules(prefix=path):
+            for key, parameter in child.named_parameters(prefix=name, recurse=False):
+                (of_norms if isinstance(child, BranchNorm) else others).append((key, parameter))
+    home = locate(optimizer, weight)
+    assert home is not None
+    norm_home = None if norm is None else locate(optimizer, norm)
+    base = _name_in_group(*home, default=f"{prefix}.weight")[: -len("weight")]
+    if norm_home is None or norm_home[0] is home[0]:
+        _insert_after_(home, base, [*others, *of_norms])
+    else:
+        _insert_after_(home, base, others)
+        _insert_after_(norm_home, base, of_norms)
+    _initialise_state_(optimizer, [p for _, p in (*others, *of_norms)])
+
+
+def remove_(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Forget parameters and their state."""
+    gone = {id(p): p for p in parameters}
+    for group in optimizer.param_groups:
+        keep = [i for i, p in enumerate(group["params"]) if id(p) not in gone]
+        if "param_names" in group:
+            group["param_names"][:] = [group["param_names"][i] for i in keep]
+        group["params"][:] = [group["params"][i] for i in keep]
+    for parameter in gone.values():
+        optimizer.state.pop(parameter, None)
+    _forget_flat_history_(optimizer)
+
+
+def state_by_name(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """An optimizer's state with parameters called by name, so that it fits however the groups were built.
+
+    Example:
+        >>> model = nn.Linear(2, 2)
+        >>> state_by_name(torch.optim.SGD(model.parameters(), lr=0.1), model)["groups"][0]["params"]
+        ['weight', 'bias']
+    """
+    names = _names(optimizer, model)
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
+    return {"format": _FORMAT, "groups": groups, "state": state}
+
+
+def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Restore what `state_by_name` returned: which parameter is in which group, options and state.
+
+    Raises:
+        OptimizerError: the groups or parameter names differ; nothing has been changed then.
+    """
+    if saved.get("format") != _FORMAT:
+        raise OptimizerError(
+            f"optimizer state of format {saved.get('format')!r}; this version reads {_FORMAT}"
+        )
+    names = _names(optimizer, model)
+    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    wanted = [name for group in saved["groups"] for name in group["params"]]
+    missing = [name for name in wanted if name not in by_name]
+    extra = [name for name in by_name if name not in set(wanted)]
+    if missing or extra or len(saved["groups"]) != len(optimizer.param_groups):
+        raise OptimizerError(
+            f"the saved optimizer state does not fit: {len(saved['groups'])} groups saved, "
+            f"{len(optimizer.param_groups)} here; not in this optimizer: {missing[:5] or 'none'}; "
+            f"not in the file: {extra[:5] or 'none'}. Build model and optimizer as in the saved run"
+        )
+    given = {
+        name: group["param_names"][i]
+        for group in optimizer.param_groups
+        if "param_names" in group
+        for i, name in enumerate(names[id(p)] for p in group["params"])
+    }
+    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group["params"][:] = [by_name[name] for name in stored["params"]]
+        if "param_names" in group:
+            group["param_names"][:] = [given[name] for name in stored["params"]]
+        group.update(stored["options"])
+    for parameter in by_name.values():
+        optimizer.state.pop(parameter, None)
+    for name, values in saved["state"].items():
+        optimizer.state[by_name[name]] = {
+            key: _placed(key, value, by_name[name]) for key, value in values.items()
+        }
+    _forget_flat_history_(optimizer, keep_state=True)
+
+
+def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":  # a counter: lives where the optimizer put it, whatever the parameter's dtype
+        return value.clone()
+    dtype = parameter.dtype if value.is_floating_point() else value.dtype
+    return value.detach().to(device=parameter.device, dtype=dtype, copy=True)
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    outside = 0  # parameters of a loss, say, have no name in the model
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                names[id(parameter)] = f"(outside the model) {outside}"
+                outside += 1
+    return names
+
+
+def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: set[int]) -> Tensor | None:
+    """The weight of the norm closest to a convolution, following ones first, that the optimizer holds.
+
+    That is where a user who treats norms apart (no weight decay, say) has put the norm of this very layer.
+    """
+    modules = list(model.modules())
+    fresh = {id(child) for module in modules if id(module) in new for child in module.modules()}
+    place = next(i for i, module in enumerate(modules) if module is conv)
+    for module in (*modules[place + 1 :], *reversed(modules[:place])):
+        if isinstance(module, _NORMS) and id(module) not in fresh:
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and locate(optimizer, weight) is not None:
+                return weight
+    return None
+
+
+def _insert_after_(
+    home: tuple[dict[str, Any], int], base: str, named: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    group, index = home
+    group["params"][index + 1 : index + 1] = [parameter for _, parameter in named]
+    if "param_names" in group:
+        group["param_names"][index + 1 : index + 1] = [base + name for name, _ in named]
+
+
+def _name_in_group(group: dict[str, Any], index: int, default: str) -> str:
+    return group["param_names"][index] if "param_names" in group else default
+
+
+def _initialise_state_(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Most optimizers create a parameter's state on its first step; Adagrad did so when it was built."""
+    if isinstance(optimizer, torch.optim.Adagrad):
+        for parameter in parameters:
+            found = locate(optimizer, parameter)
+            assert found is not None
+            start = found[0]["initial_accumulator_value"]
+            optimizer.state[parameter]["step"] = torch.tensor(0.0)
+            optimizer.state[parameter]["sum"] = torch.full_like(parameter, start)
+    _forget_flat_history_(optimizer)
+
+
+def _forget_flat_history_(optimizer: Optimizer, keep_state: bool = False) -> None:
+    """L-BFGS keeps one flat history of all parameters, which means nothing for another set of them."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        optimizer._numel_cache = None
+        if not keep_state:
+            optimizer.state.clear()

@@ -1,0 +1,119 @@
+"""Run a model for its statistics and leave everything else as it was: random numbers, modes, buffers."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dyrep.errors import CalibrationError
+
+Forward = Callable[[nn.Module, Any], Any]
+"""How to run a model on one batch of the user's: ``forward(model, batch)``."""
+
+
+@contextmanager
+def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = None) -> Iterator[None]:
+    """Restore modes, buffers and random number generators of a model and a loader on leaving.
+
+    Args:
+        model: the model that is going to run.
+        batches: the loader that is going to be read; its own generators are restored too.
+        training: mode to run in. True keeps the modules' own modes if the model is training already, so that norms
+            a user has frozen stay frozen.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    generators = [(generator, generator.get_state()) for generator in _generators_of(batches)]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            if training is not None and training != model.training:
+                model.train(training)
+            yield
+        finally:
+            with torch.no_grad():
+                for module, name, buffer, value in buffers:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer
+            for module, mode in modes:
+                module.training = mode
+            for generator, state in generators:
+                generator.set_state(state)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def run_batch(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
+    """Run a model on one batch: through ``forward``, or on its inputs as found by `model_inputs`."""
+    batch = to_device(batch, device_of(model))
+    if forward is not None:
+        return forward(model, batch)
+    args, kwargs = model_inputs(model, batch)
+    return model(*args, **kwargs)
+
+
+def model_inputs(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The model's inputs in a batch: a tensor, the first of a tuple or list, or the matching keys of a dict."""
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return (), dict(batch)
+        known = {key: value for key, value in batch.items() if key in parameters}
+        if known:
+            return (), known
+        raise CalibrationError(
+            f"none of the batch's keys ({', '.join(map(str, batch))}) is an argument of {type(model).__name__}.forward "
+            f"({', '.join(parameters)}); say how to run the model with forward=lambda model, batch: ..."
+        )
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (Tensor, Mapping, tuple, list)):
+        if isinstance(batch[0], Mapping):
+            return model_inputs(model, batch[0])
+        return (batch[0],), {}
+    raise CalibrationError(
+        f"cannot find the model's input in a batch of type {type(batch).__name__}; "
+        "say how to run the model with forward=lambda model, batch: ..."
+    )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a nested batch."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter lives."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _generators_of(batches: Any) -> Iterable[torch.Generator]:
+    seen: dict[int, torch.Generator] = {}
+    sampler = getattr(batches, "sampler", None)
+    batch_sampler = getattr(batches, "batch_sampler", None)
+    for owner in (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            seen[id(generator)] = generator
+    return seen.values()

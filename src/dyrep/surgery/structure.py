@@ -1,0 +1,177 @@
+"""A model's structure as plain data, and models that take on the structure of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dyrep.block import RepConv, as_block_
+from dyrep.branches import BRANCHES, PointwiseKernelBranch
+from dyrep.errors import StructureError
+from dyrep.surgery.edits import cut_, expand_
+from dyrep.surgery.targets import is_inside, targets
+from dyrep.surgery.wrappers import bare, unwrap
+
+FORMAT = 1
+
+
+def structure(model: nn.Module) -> dict[str, Any]:
+    """Describe which convolutions have which branches, as JSON-able data.
+
+    Example:
+        >>> from dyrep.surgery.edits import expand_
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> _ = expand_(model, "0", ["1x1", "residual"])
+        >>> structure(model)
+        {'format': 1, 'blocks': {'0': {'branches': ['1x1', 'residual'], 'origin_norm': False, 'width': 1}}}
+    """
+    blocks = {}
+    for name, module in bare(model).named_modules():
+        if isinstance(module, RepConv) and module.branches:
+            inner = module.branch_modules().get("1x1-KxK")
+            width = (
+                inner.point.out_channels // module.in_channels
+                if isinstance(inner, PointwiseKernelBranch)
+                else 1
+            )  # type: ignore[operator]
+            blocks[name] = {
+                "branches": list(module.branches),
+                "origin_norm": module.origin_norm is not None,
+                "width": width,
+            }
+    return {"format": FORMAT, "blocks": blocks}
+
+
+def restructure_(
+    model: nn.Module,
+    wanted: Mapping[str, Any],
+    *,
+    optimizer: Optimizer | None = None,
+    gamma: float = 0.01,
+    generator: torch.Generator | None = None,
+) -> nn.Module:
+    """Give a model a structure: cut what is not in it, expand what is missing. The function stays the same in eval mode.
+
+    New branches have random weights; load a state dict afterwards to get those of a saved model.
+
+    Args:
+        model: the model, changed in place; plain, or with any other structure.
+        wanted: what `structure` returned.
+        optimizer: the optimizer that trains the model.
+        gamma: initial γ of new branches.
+        generator: source of the random weights (default: torch's global one).
+
+    Raises:
+        StructureError: the description is malformed or names layers that this model does not have; nothing has been
+            changed then.
+
+    Example:
+        >>> model, twin = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
+        >>> _ = expand_(model, "0", ["1x1"])
+        >>> structure(restructure_(twin, structure(model))) == structure(model)
+        True
+    """
+    model = unwrap(model)
+    blocks = _checked(model, wanted)
+    for name in sorted(structure(model)["blocks"], key=len, reverse=True):  # inner blocks have longer names
+        if _differs(model.get_submodule(name), blocks.get(name)):
+            cut_(model, name, optimizer=optimizer)
+    for name in sorted(blocks, key=len):
+        spec, block = blocks[name], model.get_submodule(name)
+        has = list(block.branches) if isinstance(block, RepConv) else []
+        surplus = [branch for branch in has if branch not in spec["branches"]]
+        missing = [branch for branch in spec["branches"] if branch not in has]
+        if missing:
+            expand_(
+                model,
+                name,
+                missing,
+                gamma=gamma,
+                optimizer=optimizer,
+                origin_norm="reference" if spec["origin_norm"] else "none",
+                width=spec["width"],
+                generator=generator,
+                distributed=False,
+            )
+        if surplus:
+            cut_(model, name, surplus, optimizer=optimizer)
+        assert isinstance(block, RepConv)
+        by_name = block.branch_modules()  # in the order of the file, which is the order of the parameters
+        block.branches = nn.ModuleDict({branch: by_name[branch] for branch in spec["branches"]})
+    return model
+
+
+def prepare_(model: nn.Module) -> nn.Module:
+    """Make a plain model able to take on whatever structure a state dict has; its keys and function do not change.
+
+    A strict `load_state_dict` then grows and sheds branches as the file says. Do this before building an optimizer.
+
+    Example:
+        >>> model, twin = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
+        >>> _ = expand_(model, "0", ["1x1"])
+        >>> prepare_(twin).load_state_dict(model.state_dict())
+        <All keys matched successfully>
+    """
+    inner = unwrap(model)
+    for target in targets(inner):
+        if target.eligible:
+            as_block_(inner.get_submodule(target.name))
+    return model
+
+
+def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    if (
+        not isinstance(wanted, Mapping)
+        or wanted.get("format") != FORMAT
+        or not isinstance(wanted.get("blocks"), Mapping)
+    ):
+        raise StructureError(f"not a structure of format {FORMAT}: {str(wanted)[:200]}")
+    blocks: dict[str, dict[str, Any]] = {}
+    for name, given in wanted["blocks"].items():
+        spec = {"origin_norm": False, "width": 1, **(given if isinstance(given, Mapping) else {})}
+        branches = spec.get("branches")
+        if not isinstance(branches, list) or not set(branches) <= set(BRANCHES):
+            raise StructureError(
+                f"layer {name!r}: branches must be a list from {', '.join(BRANCHES)}, got {branches!r}"
+            )
+        if not branches:
+            raise StructureError(f"layer {name!r}: a block needs at least one branch; leave plain layers out")
+        if not isinstance(spec["width"], int) or spec["width"] < 1:
+            raise StructureError(
+                f"layer {name!r}: width must be a positive whole number, got {spec['width']!r}"
+            )
+        parents = [block for block in wanted["blocks"] if is_inside(name, block)]
+        if not any("1x1-KxK" in wanted["blocks"][parent].get("branches", ()) for parent in parents):
+            _require_layer(model, name)
+        blocks[name] = dict(spec)
+    return blocks
+
+
+def _require_layer(model: nn.Module, name: str) -> None:
+    try:
+        model.get_submodule(name)
+    except AttributeError:
+        raise StructureError(
+            f"the structure names layer {name!r}, which this model does not have: is it the same architecture?"
+        ) from None
+
+
+def _differs(block: nn.Module, spec: Mapping[str, Any] | None) -> bool:
+    """Whether a block has to be folded first: it is not wanted, or differs in more than its set of branches."""
+    assert isinstance(block, RepConv)
+    if spec is None or (block.origin_norm is not None) != spec["origin_norm"]:
+        return True
+    inner = block.branch_modules().get("1x1-KxK")
+    wanted = "1x1-KxK" in spec["branches"]
+    return (
+        isinstance(inner, PointwiseKernelBranch)
+        and wanted
+        and inner.point.out_channels
+        != (  # type: ignore[union-attr]
+            spec["width"] * block.in_channels
+        )
+    )

@@ -1,0 +1,207 @@
+"""Which convolutions of a model can grow, which cannot, and why."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from dyrep.block import RepConv
+from dyrep.branches import branch_options
+from dyrep.errors import IneligibleLayerError, UnknownLayerError
+from dyrep.geometry import PLAIN_CONVS, ConvGeometry
+from dyrep.surgery.wrappers import unwrap
+
+_SELF_FOLDING = ("fuse", "reparameterize", "switch_to_deploy")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One convolution of a model.
+
+    Attributes:
+        name: its name in the model.
+        eligible: whether it can grow (more) branches.
+        reason: if not, why.
+        branches: the branches it would grow by default.
+        left_out: the branches it would not, and why.
+        present: the branches it has already.
+        depth: 0 for a convolution of the model, 1 for one inside a branch, and so on.
+        kernel_size: its kernel.
+        note: anything else a person should know before expanding it.
+    """
+
+    name: str
+    eligible: bool
+    reason: str
+    branches: tuple[str, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+    present: tuple[str, ...] = ()
+    depth: int = 0
+    kernel_size: tuple[int, ...] = ()
+    note: str = ""
+
+    def __str__(self) -> str:
+        state = f"can grow {', '.join(self.branches)}" if self.eligible else f"left alone: {self.reason}"
+        has = f" (has {', '.join(self.present)})" if self.present else ""
+        return f"{self.name}{has}: {state}" + (f" [{self.note}]" if self.note else "")
+
+
+def targets(model: nn.Module) -> list[Target]:
+    """List every convolution of a model, with what it can grow or why it cannot.
+
+    Args:
+        model: any module, compiled or not.
+
+    Returns:
+        One `Target` per convolution, in module order; a convolution used under several names is listed once.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1))
+        >>> for target in targets(model):
+        ...     print(target)
+        0: can grow 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1
+        2: left alone: the kernel is 1x1: a branch could only repeat it
+    """
+    model = unwrap(model)
+    holders = _weight_holders(model)
+    parents = {name: type(m).__name__ for name, m in model.named_modules() if _folds_itself(m)}
+    blocks = [name for name, module in model.named_modules() if isinstance(module, RepConv)]
+    return [
+        _describe(name, module, sum(is_inside(name, block) for block in blocks), holders, parents)
+        for name, module in model.named_modules()
+        if isinstance(module, _ConvNd)
+    ]
+
+
+def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module]:
+    """Look convolutions up by name.
+
+    Raises:
+        UnknownLayerError: no such module, or not a convolution.
+    """
+    found: dict[str, nn.Module] = {}
+    for name in [names] if isinstance(names, str) else list(names):
+        try:
+            module = model.get_submodule(name)
+        except AttributeError:
+            convs = [n for n, m in model.named_modules() if isinstance(m, _ConvNd)]
+            close = difflib.get_close_matches(name, convs, n=3, cutoff=0.4)
+            hint = f"did you mean {', '.join(close)}?" if close else "dyrep.targets(model) lists all"
+            raise UnknownLayerError(f"the model has no layer {name!r}; {hint}") from None
+        if not isinstance(module, _ConvNd):
+            raise UnknownLayerError(
+                f"layer {name!r} is a {type(module).__name__}, not a convolution; dyrep.targets(model) lists all"
+            )
+        found[name] = module
+    return found
+
+
+def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
+    """Raise unless every one of these convolutions can be operated on exactly."""
+    holders = _weight_holders(model)
+    for name, conv in convs.items():
+        reason = _refusal(conv, holders)
+        if reason:
+            raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
+
+
+def is_inside(name: str, block: str) -> bool:
+    """Whether a layer is part of a branch of a block, by their names."""
+    return name.startswith(f"{block}.branches." if block else "branches.")
+
+
+def _describe(
+    name: str, conv: nn.Module, depth: int, holders: dict[int, list[nn.Module]], parents: dict[str, str]
+) -> Target:
+    reason = _refusal(conv, holders)
+    present = tuple(conv.branches) if isinstance(conv, RepConv) else ()
+    wanted: tuple[str, ...] = ()
+    left_out: dict[str, str] = {}
+    if not reason:
+        options = branch_options(ConvGeometry.of(conv))
+        left_out = {branch: option.reason for branch, option in options.items() if option.reason}
+        wanted = tuple(
+            branch for branch, option in options.items() if not option.reason and branch not in present
+        )
+        if not wanted:
+            reason = "it has every branch already" if present else next(iter(left_out.values()))
+    owner = next((p for p in parents if p and (name == p or name.startswith(p + "."))), None)
+    note = ""
+    if owner is not None and not reason:
+        note = (
+            f"{owner} ({parents[owner]}) folds itself by reading this weight: "
+            "call dyrep.deploy before folding it, or the branches are lost"
+        )
+    return Target(
+        name=name,
+        eligible=not reason,
+        reason=reason,
+        branches=wanted,
+        left_out=left_out,
+        present=present,
+        depth=depth,
+        kernel_size=tuple(conv.kernel_size),  # type: ignore[arg-type]
+        note=note,
+    )
+
+
+def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
+    """Why a convolution cannot be operated on exactly; empty if it can."""
+    kind = type(conv).__name__
+    if isinstance(conv, _ConvTransposeNd):
+        return f"{kind} is a transposed convolution, which the branches do not fold into"
+    if "weight" not in conv._parameters or hasattr(conv, "parametrizations"):
+        return (
+            "its weight is computed (parametrization, weight norm, spectral norm or pruning), so it cannot be "
+            "rewritten; make it permanent first"
+        )
+    if isinstance(conv.weight, nn.parameter.UninitializedParameter):
+        return f"{kind} has no shape yet; run one forward pass first"
+    if not isinstance(conv, RepConv) and type(conv) not in PLAIN_CONVS:
+        return f"{kind} is a subclass of {kind_of(conv)} and may compute something else, which folding would lose"
+    if "forward" in conv.__dict__:
+        return "its forward was replaced on the instance, so branches would never run"
+    return _weight_refusal(conv, holders)
+
+
+def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
+    weight = conv.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.is_meta:
+        return "its weight is on the meta device; materialise the model first"
+    if type(weight).__name__ == "DTensor" or type(weight.data).__name__ == "DTensor":
+        return "its weight is sharded over several processes (DTensor)"
+    if not weight.is_floating_point():
+        return f"its weight is {weight.dtype}, not floating point"
+    if not weight.requires_grad:
+        return "its weight is frozen (requires_grad=False); unfreeze it, or leave the layer out"
+    if len(holders.get(id(weight), ())) > 1:
+        others = [type(m).__name__ for m in holders[id(weight)] if m is not conv]
+        return f"its weight is shared with another module ({', '.join(others)}), which would change too"
+    return ""
+
+
+def kind_of(conv: nn.Module) -> str:
+    """The plain convolution a subclass derives from, by name."""
+    bases: Sequence[type] = [base for base in type(conv).__mro__ if base in PLAIN_CONVS]
+    return bases[0].__name__ if bases else "a convolution"
+
+
+def _weight_holders(model: nn.Module) -> dict[int, list[nn.Module]]:
+    holders: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(id(parameter), []).append(module)
+    return holders
+
+
+def _folds_itself(module: nn.Module) -> bool:
+    if isinstance(module, RepConv):
+        return False
+    return any(callable(getattr(module, method, None)) for method in _SELF_FOLDING)
