@@ -92,9 +92,7 @@ def unfuse_norm(
     scale = _norm_scale(kernel, var, eps, gamma)
     if bool((scale == 0).any()):
         dead = int((scale == 0).nonzero()[0])
-        raise ShapeError(
-            f"cannot undo a norm whose scale is zero (channel {dead}): it passes nothing through"
-        )
+        raise ShapeError(f"cannot undo a norm whose scale is zero (channel {dead}): it passes nothing through")
     plain = (_wide(kernel) / _per_channel(scale, kernel)).to(kernel.dtype)
     if bias is None and beta is None and mean is None:
         return plain, None
@@ -153,9 +151,7 @@ def compose(first: Tensor, second: Tensor, groups: int = 1) -> Tensor:
         True
     """
     if first.dim() != second.dim() or any(k != 1 for k in first.shape[2:]):
-        raise ShapeError(
-            f"the first kernel must be pointwise in {second.dim() - 2} dimensions, got {_shape(first)}"
-        )
+        raise ShapeError(f"the first kernel must be pointwise in {second.dim() - 2} dimensions, got {_shape(first)}")
     middle, out = first.shape[0], second.shape[0]
     if groups < 1 or middle % groups or out % groups or second.shape[1] * groups != middle:
         raise ShapeError(

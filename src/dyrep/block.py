@@ -50,7 +50,7 @@ class RepConv(_Base):
         x = self.geometry.branch_input(input)
         if self.geometry.needs_prepadding:
             conv = (F.conv1d, F.conv2d, F.conv3d)[self.geometry.ndim - 1]
-            y = conv(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)  # type: ignore[operator]
+            y = conv(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
         else:
             y = self._conv_forward(x, self.weight, self.bias)
         if self.origin_norm is not None:
@@ -121,18 +121,14 @@ class RepConv(_Base):
         """Grow and shed branches as the file says, before torch loads the children."""
         start = prefix + "branches."
         found = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
-        like = {"device": self.weight.device, "dtype": self.weight.dtype}
+        like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
         kept = {name: branch for name, branch in self.branches.items() if name in found}
         for name in found:
             if name in BRANCHES:  # anything else is left for torch to report as unexpected
                 point = state_dict.get(f"{start}{name}.point.weight")
-                width = (
-                    1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
-                )
+                width = 1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
                 inner = cast(Any, kept.get(name))
-                if inner is None or (
-                    name == "1x1-KxK" and inner.point.out_channels != width * self.in_channels
-                ):
+                if inner is None or (name == "1x1-KxK" and inner.point.out_channels != width * self.in_channels):
                     shift = self.bias is not None
                     kept[name] = make_branch(name, self.geometry, shift=shift, width=width, **like)
                     as_blocks_(kept[name])
@@ -143,14 +139,14 @@ class RepConv(_Base):
         else:
             self.origin_norm = None
         self.branches.train(self.training)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
         return f"{super().extra_repr()}, branches=[{', '.join(self.branches)}]"
 
 
-class RepConv1d(RepConv, nn.Conv1d):  # type: ignore[misc]
+class RepConv1d(RepConv, nn.Conv1d):
     """A `torch.nn.Conv1d` that can grow branches."""
 
 
@@ -165,7 +161,7 @@ class RepConv2d(RepConv, nn.Conv2d):
     """
 
 
-class RepConv3d(RepConv, nn.Conv3d):  # type: ignore[misc]
+class RepConv3d(RepConv, nn.Conv3d):
     """A `torch.nn.Conv3d` that can grow branches."""
 
 

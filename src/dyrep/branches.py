@@ -149,12 +149,11 @@ def make_branch(
     return branch
 
 
-def folded_conv(conv: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def folded_conv(conv: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Kernel and bias of a convolution, branches included if it has grown any."""
     if hasattr(conv, "folded"):
         return conv.folded(dtype)
-    bias = conv.bias
-    return conv.weight.to(dtype), None if bias is None else bias.to(dtype)  # type: ignore[operator, union-attr, return-value]
+    return conv.weight.to(dtype), None if conv.bias is None else conv.bias.to(dtype)
 
 
 class Branch(nn.Module):
@@ -245,9 +244,7 @@ class PointwiseKernelBranch(Branch):
 
     def kernel(self, dtype: torch.dtype) -> Tensor:
         """See `Branch.kernel`."""
-        point, _ = algebra.fuse_norm(
-            folded_conv(self.point, dtype)[0], None, **self.inner_norm.fold_arguments(dtype)
-        )
+        point, _ = algebra.fuse_norm(folded_conv(self.point, dtype)[0], None, **self.inner_norm.fold_arguments(dtype))
         return algebra.compose(point, folded_conv(self.conv, dtype)[0], self.geometry.groups)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,9 +265,7 @@ class AverageBranch(Branch):
         g = self.geometry
         if self.point is None:
             like = self.norm.weight
-            return algebra.average_kernel(
-                g.out_channels, g.kernel_size, g.groups, dtype=dtype, device=like.device
-            )
+            return algebra.average_kernel(g.out_channels, g.kernel_size, g.groups, dtype=dtype, device=like.device)
         point, _ = folded_conv(self.point, dtype)
         return point.expand(*point.shape[:2], *g.kernel_size) / g.taps
 
@@ -303,9 +298,7 @@ class ResidualBranch(Branch):
     def kernel(self, dtype: torch.dtype) -> Tensor:
         """See `Branch.kernel`."""
         g, device = self.geometry, self.norm.weight.device
-        return algebra.identity_kernel(
-            g.out_channels, g.kernel_size, g.groups, self._tap, dtype=dtype, device=device
-        )
+        return algebra.identity_kernel(g.out_channels, g.kernel_size, g.groups, self._tap, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the branch."""

@@ -131,9 +131,7 @@ class ConvGeometry:
     def identity_tap(self) -> tuple[int, ...] | None:
         """The tap that reads the very position being written, or None where there is no such tap."""
         tap = []
-        for (before, after), k, s, d in zip(
-            self.pads, self.kernel_size, self.stride, self.dilation, strict=True
-        ):
+        for (before, after), k, s, d in zip(self.pads, self.kernel_size, self.stride, self.dilation, strict=True):
             if s != 1 or before + after != d * (k - 1) or before % d:
                 return None
             tap.append(before // d)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -100,10 +101,8 @@ def calibrate_(
                 watch(probe, ConvGeometry.of(probe.conv))
             for batch in islice(iter(batches), max_batches):
                 calls = 0
-                try:
+                with contextlib.suppress(_SeenEverything):
                     run_batch(model, batch, forward)
-                except _SeenEverything:
-                    pass
                 per_batch = calls if used == 0 else per_batch
                 used += 1
         finally:

@@ -124,9 +124,7 @@ def expand_(
     }
     norms = {name: _origin_norm(conv) for name, conv in convs.items()}
     if ranks.distributed(distributed):
-        ranks.broadcast_(
-            p for made in grown.values() for branch in made.values() for p in branch.parameters()
-        )
+        ranks.broadcast_(p for made in grown.values() for branch in made.values() for p in branch.parameters())
     if calibration is not None:
         probes = [
             Probe(name, conv, on_input=list(grown[name].values()), on_output=[norms[name]])
@@ -244,9 +242,7 @@ def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None)
     valid = [b for b, option in options.items() if option.possible and b not in present]
     for branch in branches:
         if branch not in BRANCHES:
-            raise BranchError(
-                f"unknown branch {branch!r} for layer {name!r}; valid are {', '.join(BRANCHES)}"
-            )
+            raise BranchError(f"unknown branch {branch!r} for layer {name!r}; valid are {', '.join(BRANCHES)}")
         if branch in present:
             raise BranchError(f"layer {name!r} has branch {branch!r} already; it can still grow {valid}")
         if not options[branch].possible:
@@ -287,7 +283,7 @@ def _make_branches(
             generator=generator,
         )
         if channels_last:
-            branch.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            branch.to(memory_format=torch.channels_last)
         made[name] = branch.train(conv.training)
     return made
 
@@ -341,9 +337,7 @@ def _detach_(block: RepConv, names: Sequence[str]) -> list[nn.Module]:
     """Absorb branches into the origin; returns them."""
     dtype = algebra.exact_dtype(block.weight)
     gone = {name: block.branch_modules()[name] for name in names}
-    block.set_origin_(
-        *algebra.add(block.origin_folded(dtype), *(branch.folded(dtype) for branch in gone.values()))
-    )
+    block.set_origin_(*algebra.add(block.origin_folded(dtype), *(branch.folded(dtype) for branch in gone.values())))
     kept = {name: branch for name, branch in block.branch_modules().items() if name not in gone}
     block.branches = nn.ModuleDict(kept)  # a new dict: see Snapshot
     return list(gone.values())

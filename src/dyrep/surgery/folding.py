@@ -78,7 +78,9 @@ class FoldReport:
         outputs = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items())
         keys = f"; keys differ: {', '.join(self.missing[:5])}" if self.missing else ""
         verdict = "passed" if self.passed else "FAILED"
-        return f"{verdict}: {self.compared}; relative error per output: {outputs} (tolerance {self.tolerance:.0e}){keys}"
+        return (
+            f"{verdict}: {self.compared}; relative error per output: {outputs} (tolerance {self.tolerance:.0e}){keys}"
+        )
 
 
 @torch.no_grad()
@@ -114,16 +116,12 @@ def verify(
     was_training = model.training or plain.training
     ours, theirs = eval_outputs(model, example_input, forward), eval_outputs(plain, example_input, forward)
     if ours.keys() != theirs.keys():
-        raise DyRepError(
-            f"the models do not have the same outputs: {', '.join(ours)} against {', '.join(theirs)}"
-        )
+        raise DyRepError(f"the models do not have the same outputs: {', '.join(ours)} against {', '.join(theirs)}")
     dtype = next(iter(model.parameters())).dtype
     keys = set(copy.deepcopy(plain).state_dict()) ^ _plain_keys(model)
     compared = f"{len(ours)} output(s) in eval mode"
     if was_training:
-        compared += (
-            " (given in training mode, where branches normalise by batch and outputs are not comparable)"
-        )
+        compared += " (given in training mode, where branches normalise by batch and outputs are not comparable)"
     return FoldReport(
         errors={name: relative_error(ours[name], theirs[name]) for name in ours},
         tolerance=_TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance,
@@ -163,12 +161,8 @@ def drift(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
 
 
 def _plain_keys(model: nn.Module) -> set[str]:
-    blocks = [
-        name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, RepConv)
-    ]
-    extras = tuple(
-        f"{name}.{part}." if name else f"{part}." for name in blocks for part in ("branches", "origin_norm")
-    )
+    blocks = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, RepConv)]
+    extras = tuple(f"{name}.{part}." if name else f"{part}." for name in blocks for part in ("branches", "origin_norm"))
     return {key for key in model.state_dict() if not key.startswith(extras)}
 
 

@@ -31,9 +31,7 @@ def check_optimizer(optimizer: object, name: str, weight: Tensor) -> None:
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass the optimizer itself, not a wrapper"
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        raise OptimizerError(
-            "ZeroRedundancyOptimizer splits parameters over ranks once and for all; use a plain one"
-        )
+        raise OptimizerError("ZeroRedundancyOptimizer splits parameters over ranks once and for all; use a plain one")
     if locate(optimizer, weight) is None:
         raise OptimizerError(
             f"the weight of layer {name!r} is not in the optimizer, so its branches would not be trained: "
@@ -120,9 +118,7 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
         OptimizerError: the groups or parameter names differ; nothing has been changed then.
     """
     if saved.get("format") != _FORMAT:
-        raise OptimizerError(
-            f"optimizer state of format {saved.get('format')!r}; this version reads {_FORMAT}"
-        )
+        raise OptimizerError(f"optimizer state of format {saved.get('format')!r}; this version reads {_FORMAT}")
     names = _names(optimizer, model)
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     wanted = [name for group in saved["groups"] for name in group["params"]]
@@ -148,9 +144,7 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
     for parameter in by_name.values():
         optimizer.state.pop(parameter, None)
     for name, values in saved["state"].items():
-        optimizer.state[by_name[name]] = {
-            key: _placed(key, value, by_name[name]) for key, value in values.items()
-        }
+        optimizer.state[by_name[name]] = {key: _placed(key, value, by_name[name]) for key, value in values.items()}
     _forget_flat_history_(optimizer, keep_state=True)
 
 
@@ -190,9 +184,7 @@ def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: 
     return None
 
 
-def _insert_after_(
-    home: tuple[dict[str, Any], int], base: str, named: Sequence[tuple[str, nn.Parameter]]
-) -> None:
+def _insert_after_(home: tuple[dict[str, Any], int], base: str, named: Sequence[tuple[str, nn.Parameter]]) -> None:
     group, index = home
     group["params"][index + 1 : index + 1] = [parameter for _, parameter in named]
     if "param_names" in group:

@@ -33,11 +33,7 @@ def structure(model: nn.Module) -> dict[str, Any]:
     for name, module in bare(model).named_modules():
         if isinstance(module, RepConv) and module.branches:
             inner = module.branch_modules().get("1x1-KxK")
-            width = (
-                inner.point.out_channels // module.in_channels
-                if isinstance(inner, PointwiseKernelBranch)
-                else 1
-            )  # type: ignore[operator]
+            width = inner.point.out_channels // module.in_channels if isinstance(inner, PointwiseKernelBranch) else 1  # type: ignore[operator]
             blocks[name] = {
                 "branches": list(module.branches),
                 "origin_norm": module.origin_norm is not None,
@@ -54,7 +50,7 @@ def restructure_(
     gamma: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """Give a model a structure: cut what is not in it, expand what is missing. The function stays the same in eval mode.
+    """Give a model a structure: cut what is not in it, expand what is missing. Eval-mode function is kept.
 
     New branches have random weights; load a state dict afterwards to get those of a saved model.
 
@@ -141,9 +137,7 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str,
         if not branches:
             raise StructureError(f"layer {name!r}: a block needs at least one branch; leave plain layers out")
         if not isinstance(spec["width"], int) or spec["width"] < 1:
-            raise StructureError(
-                f"layer {name!r}: width must be a positive whole number, got {spec['width']!r}"
-            )
+            raise StructureError(f"layer {name!r}: width must be a positive whole number, got {spec['width']!r}")
         parents = [block for block in wanted["blocks"] if is_inside(name, block)]
         if not any("1x1-KxK" in wanted["blocks"][parent].get("branches", ()) for parent in parents):
             _require_layer(model, name)
@@ -170,8 +164,5 @@ def _differs(block: nn.Module, spec: Mapping[str, Any] | None) -> bool:
     return (
         isinstance(inner, PointwiseKernelBranch)
         and wanted
-        and inner.point.out_channels
-        != (  # type: ignore[union-attr]
-            spec["width"] * block.in_channels
-        )
+        and inner.point.out_channels != (spec["width"] * block.in_channels)
     )

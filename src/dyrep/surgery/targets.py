@@ -125,9 +125,7 @@ def _describe(
     if not reason:
         options = branch_options(ConvGeometry.of(conv))
         left_out = {branch: option.reason for branch, option in options.items() if option.reason}
-        wanted = tuple(
-            branch for branch, option in options.items() if not option.reason and branch not in present
-        )
+        wanted = tuple(branch for branch, option in options.items() if not option.reason and branch not in present)
         if not wanted:
             reason = "it has every branch already" if present else next(iter(left_out.values()))
     owner = next((p for p in parents if p and (name == p or name.startswith(p + "."))), None)

@@ -34,9 +34,7 @@ class Snapshot:
         self._optimizer = optimizer
         if optimizer is not None:
             groups = optimizer.param_groups
-            self._groups = [
-                (group, list(group["params"]), list(group.get("param_names", ()))) for group in groups
-            ]
+            self._groups = [(group, list(group["params"]), list(group.get("param_names", ()))) for group in groups]
             self._state = dict(optimizer.state)
 
     @torch.no_grad()
