@@ -3,7 +3,12 @@
 from dyrep import algebra
 from dyrep.block import RepConv1d, RepConv2d, RepConv3d
 from dyrep.branches import BRANCHES
+from dyrep.checkpoint import load, save
+from dyrep.config import DyRepConfig
+from dyrep.controller import DyRep
 from dyrep.errors import DyRepError
+from dyrep.events import read_events
+from dyrep.scoring import SCORES
 from dyrep.surgery.costs import Costs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_, sync_norms_
 from dyrep.surgery.folding import FoldReport, deploy, verify
@@ -14,7 +19,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BRANCHES",
+    "SCORES",
     "Costs",
+    "DyRep",
+    "DyRepConfig",
     "DyRepError",
     "Edit",
     "FoldReport",
@@ -27,8 +35,11 @@ __all__ = [
     "cut_",
     "deploy",
     "expand_",
+    "load",
     "prepare_",
+    "read_events",
     "restructure_",
+    "save",
     "structure",
     "sync_norms_",
     "targets",

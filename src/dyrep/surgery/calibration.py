@@ -70,6 +70,7 @@ def calibrate_(
         CalibrationError: there were no batches, a convolution was never reached, or its input is not finite.
     """
     norms = [norm for probe in probes for norm in probe.norms]
+    modes = [norm.training for norm in norms]
     handles = []
     per_batch: int | None = None  # calls of interest in one forward pass, known after the first
     calls = used = 0
@@ -108,8 +109,9 @@ def calibrate_(
         finally:
             for handle in handles:
                 handle.remove()
-            for norm in norms:
+            for norm, mode in zip(norms, modes, strict=True):
                 norm.finish_calibration()
+                norm.train(mode)
     _check(model, probes, used, ranks.distributed(distributed))
     return used
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dyrep.branches import branch_options, collapsed_kernel
+from dyrep.branches import collapsed_kernel
 from dyrep.geometry import ConvGeometry
 from dyrep.surgery.preserve import Forward, preserved, run_batch
 from dyrep.surgery.wrappers import bare
@@ -66,17 +67,15 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     return Costs(parameters, counter.get_total_flops() // 2 // examples[0], positions)
 
 
-def added_macs(conv: nn.Module, positions: int, width: int = 1) -> int:
-    """Multiply-adds per example that a convolution's default branches would add, given its output positions."""
+def added_macs(conv: nn.Module, branches: Iterable[str], positions: int, width: int = 1) -> int:
+    """Multiply-adds per example that branches would add to a convolution, given its number of output positions."""
     g = ConvGeometry.of(conv)
     per_tap = g.out_channels * g.in_channels // g.groups
     in_positions = positions
     for stride in g.stride:
         in_positions *= stride  # exact for 'same' padding, near enough to rank by otherwise
     total = 0
-    for name, option in branch_options(g).items():
-        if option.reason:
-            continue
+    for name in branches:
         if name in ("1x1", "1xK", "Kx1"):
             total += positions * per_tap * int(torch.Size(collapsed_kernel(name, g)).numel())
         elif name == "1x1-AVG":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ class Edit:
 def expand_(
     model: nn.Module,
     names: str | Iterable[str],
-    branches: Sequence[str] | None = None,
+    branches: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     *,
     gamma: float = 0.01,
     relative_gamma: bool = False,
@@ -76,7 +76,8 @@ def expand_(
     Args:
         model: the model, changed in place.
         names: name of a convolution, or several.
-        branches: which branches to add (default: all that are exact, not duplicates and not there yet).
+        branches: which branches to add (default: all that are exact, not duplicates and not there yet); a dict gives
+            them layer by layer.
         gamma: initial γ of every new branch's last norm.
         relative_gamma: measure γ in standard deviations of the origin's output; needs ``calibration``.
         calibration: batches for the new norms' statistics; without any, eval mode is still exact.
@@ -113,7 +114,10 @@ def expand_(
     if calibration is None and (relative_gamma or origin_norm == "calibrated"):
         wish = "relative_gamma=True" if relative_gamma else "origin_norm='calibrated'"
         raise CalibrationError(f"{wish} has to see data: pass calibration=batches")
-    wanted = {name: _wanted_branches(name, conv, branches) for name, conv in convs.items()}
+    wanted = {
+        name: _wanted_branches(name, conv, branches.get(name) if isinstance(branches, Mapping) else branches)
+        for name, conv in convs.items()
+    }
     if optimizer is not None:
         for name, conv in convs.items():
             check_optimizer(optimizer, name, conv.weight)  # type: ignore[arg-type]

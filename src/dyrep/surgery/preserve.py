@@ -35,10 +35,7 @@ def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = 
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    generators = [(generator, generator.get_state()) for generator in _generators_of(batches)]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with preserved_randomness(model, batches):
         try:
             if training is not None and training != model.training:
                 model.train(training)
@@ -50,6 +47,18 @@ def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = 
                     module._buffers[name] = buffer
             for module, mode in modes:
                 module.training = mode
+
+
+@contextmanager
+def preserved_randomness(model: nn.Module, batches: Any = None) -> Iterator[None]:
+    """Restore every random number generator that running a model or reading a loader could advance."""
+    generators = [(generator, generator.get_state()) for generator in _generators_of(batches)]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
             for generator, state in generators:
                 generator.set_state(state)
             random.setstate(python_state)

@@ -1,0 +1,115 @@
+"""Models in files: safetensors for the tensors, JSON for the structure, never pickle."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dyrep.errors import CheckpointError, DyRepError
+from dyrep.surgery.structure import restructure_, structure
+from dyrep.surgery.wrappers import bare
+
+FORMAT = "1"
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write a model with its structure to one safetensors file, atomically.
+
+    Args:
+        model: an evolved or plain model; wrappers are looked through.
+        path: the file, replaced if it exists.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = save(model, Path(folder) / "model.safetensors")
+        ...     twin = load(saved, nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)))
+        >>> torch.equal(twin[0].weight, model[0].weight)
+        True
+    """
+    path = Path(path)
+    model = bare(model)
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for key, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"state dict entry {key!r} is a {type(value).__name__}, not a tensor; cannot be saved"
+            )
+        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if value.numel() and identity in seen:
+            aliases[key] = seen[identity]
+        else:
+            seen[identity] = key
+            tensors[key] = value.detach().contiguous().clone()
+    about = {"structure": structure(model), "aliases": aliases}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    os.close(handle)
+    try:
+        save_file(tensors, temporary, metadata={"dyrep": FORMAT, "about": json.dumps(about)})
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+    """Give a model the structure and weights of a file, strictly: every key must match.
+
+    Args:
+        path: what `save` wrote.
+        model: the same architecture, plain or with any structure; changed in place.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or not one of ours, or does not fit the model.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"no model file at {path}")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+    if metadata.get("dyrep") != FORMAT:
+        raise CheckpointError(
+            f"{path} was not written by dyrep.save (format {metadata.get('dyrep')!r}, this version reads {FORMAT!r}); "
+            "for a plain state dict use dyrep.prepare_(model) and load_state_dict"
+        )
+    about = json.loads(metadata["about"])
+    for alias, key in about["aliases"].items():
+        tensors[alias] = tensors[key]
+    try:  # on a copy first: a model that the file does not fit must not be left half changed
+        _apply_(copy.deepcopy(bare(model)), about["structure"], tensors)
+    except (DyRepError, RuntimeError) as error:
+        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+    _apply_(bare(model), about["structure"], tensors)
+    return model
+
+
+def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    restructure_(model, wanted, generator=torch.Generator())  # weights drawn here are overwritten at once
+    model.load_state_dict(tensors)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,180 @@
+"""Every setting of the method, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from dyrep.branches import BRANCHES
+from dyrep.errors import ConfigError
+from dyrep.policy import CUT_RULES
+from dyrep.scoring import SCORES
+from dyrep.surgery.calibration import CALIBRATION_BATCHES
+from dyrep.surgery.edits import ORIGIN_NORMS
+
+UNITS = ("epoch", "step")
+
+
+@dataclass(frozen=True)
+class DyRepConfig:
+    """How `DyRep` evolves a model. The defaults are Algorithm 1 of the paper.
+
+    Attributes:
+        interval: epochs (or steps) between updates, the paper's t: 15 on CIFAR, 5 on ImageNet.
+        unit: what `interval`, `start`, `stop` and `total` count: ``"epoch"`` or ``"step"``.
+        start: no update up to here; intervals are counted from here.
+        stop: no update after this (default: never stop).
+        total: length of the training, if known; then there is no update at its very end, where it could not pay.
+        score: which operation to expand: one of `dyrep.scoring.SCORES`.
+        top_k: operations to expand per update.
+        branches: which branches to add (default: all that fit the convolution).
+        gamma: initial γ of new branches.
+        relative_gamma: measure γ in standard deviations of the origin's output.
+        origin_norm: norm on the original kernel: ``"none"``, ``"calibrated"`` or ``"reference"``.
+        width: inner channels of ``1x1-KxK`` per input channel.
+        calibration_batches: batches for the statistics of new norms.
+        cut: rule for cutting branches: ``"paper"``, ``"reference"`` or ``"none"``.
+        cut_threshold: λ, the spread of importances above which branches are cut.
+        max_depth: deepest nesting: 1 expands the model's own convolutions alone, None sets no limit.
+        square_only: expand only kernels with equal sides.
+        regrow: let a block whose branches were cut grow them again.
+        per_mac: rank operations by score per added multiply-add.
+        macs_limit: most multiply-adds in training, as a multiple of the plain model's (default: no limit).
+        include: expand only layers that match one of these patterns (``"backbone.*"``).
+        exclude: never expand layers that match one of these.
+        grasp_batches: batches for the second-order score.
+        drift_tolerance: an edit that changes eval outputs by more than this (relative, in the largest norm) is undone.
+        seed: of branch weights and random scores.
+
+    Example:
+        >>> DyRepConfig(interval=15, score="snip").interval
+        15
+    """
+
+    interval: int = 5
+    unit: str = "epoch"
+    start: int = 0
+    stop: int | None = None
+    total: int | None = None
+    score: str = "synflow"
+    top_k: int = 1
+    branches: tuple[str, ...] | None = None
+    gamma: float = 0.01
+    relative_gamma: bool = False
+    origin_norm: str = "none"
+    width: int = 1
+    calibration_batches: int = CALIBRATION_BATCHES
+    cut: str = "paper"
+    cut_threshold: float = 0.02
+    max_depth: int | None = None
+    square_only: bool = True
+    regrow: bool = False
+    per_mac: bool = False
+    macs_limit: float | None = None
+    include: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    grasp_batches: int = 1
+    drift_tolerance: float = 1e-3
+    seed: int = 0
+
+    @classmethod
+    def paper(cls, **changes: Any) -> DyRepConfig:
+        """The paper to the letter: synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no depth limit."""
+        return replace(cls(), **changes)
+
+    @classmethod
+    def reference(cls, **changes: Any) -> DyRepConfig:
+        """The published code's choices: a fresh norm on the origin, its cut rule, nesting of at most two blocks."""
+        return replace(cls(origin_norm="reference", cut="reference", max_depth=2), **changes)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> DyRepConfig:
+        """Read what `to_dict` wrote; unknown settings are refused."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as JSON-able data."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+    def is_due(self, count: int) -> bool:
+        """Whether an update belongs after this many epochs (or steps)."""
+        if count <= self.start or (count - self.start) % self.interval:
+            return False
+        return (self.stop is None or count <= self.stop) and (self.total is None or count < self.total)
+
+    def includes(self, layer: str) -> bool:
+        """Whether the patterns allow a convolution of the model to be expanded."""
+        return any(fnmatchcase(layer, pattern) for pattern in self.include) and not self.excludes(layer)
+
+    def excludes(self, layer: str) -> bool:
+        """Whether a pattern forbids a layer, which may be one inside a branch (``"*.branches.*"``), to be expanded."""
+        return any(fnmatchcase(layer, pattern) for pattern in self.exclude)
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "top_k", "width", "calibration_batches", "grasp_batches"):
+            _require(name, getattr(self, name), "a whole number of at least 1", _is_int(getattr(self, name), 1))
+        for name in ("start", "seed"):
+            _require(name, getattr(self, name), "a whole number of at least 0", _is_int(getattr(self, name), 0))
+        for name in ("stop", "total", "max_depth"):
+            value = getattr(self, name)
+            _require(name, value, "None or a whole number of at least 1", value is None or _is_int(value, 1))
+        for name, valid in (
+            ("unit", UNITS),
+            ("score", SCORES),
+            ("origin_norm", ORIGIN_NORMS),
+            ("cut", CUT_RULES),
+        ):
+            _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
+        for name in ("gamma", "drift_tolerance"):
+            value = getattr(self, name)
+            _require(name, value, "a positive number", _is_number(value) and value > 0)
+        _require("cut_threshold", self.cut_threshold, "a number of at least 0", _is_number(self.cut_threshold, 0))
+        limit = self.macs_limit
+        _require("macs_limit", limit, "None or a number of at least 1", limit is None or _is_number(limit, 1))
+        self._check_branches()
+        self._check_patterns()
+        if self.cut == "reference" and self.origin_norm == "none":
+            raise ConfigError(
+                "cut='reference' compares branches with the origin's γ: set origin_norm='reference' or 'calibrated', "
+                "or cut='paper'"
+            )
+
+    def _check_branches(self) -> None:
+        if self.branches is None:
+            return
+        if isinstance(self.branches, str) or not self.branches:
+            raise ConfigError(f"branches={self.branches!r}: give a tuple from {', '.join(BRANCHES)}, or None for all")
+        object.__setattr__(self, "branches", tuple(self.branches))
+        unknown = [branch for branch in self.branches if branch not in BRANCHES]
+        if unknown:
+            raise ConfigError(
+                f"branches holds unknown {', '.join(map(repr, unknown))}; valid are {', '.join(BRANCHES)}"
+            )
+
+    def _check_patterns(self) -> None:
+        for name in ("include", "exclude"):
+            patterns = getattr(self, name)
+            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise ConfigError(f"{name}={patterns!r}: give a tuple of patterns such as ('backbone.*',)")
+            object.__setattr__(self, name, tuple(patterns))
+
+
+def _require(name: str, value: Any, valid: str, holds: bool) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value!r}: must be {valid}")
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any, least: float | None = None) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return number and (least is None or value >= least)

@@ -1,0 +1,112 @@
+"""What happened, as an append-only log with one JSON object per line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from dyrep.errors import CheckpointError
+from dyrep.surgery import ranks
+
+
+class EventLog:
+    """Keeps events in memory and, given a path, appends each to a file as it happens.
+
+    Only the main rank writes. A line is written by one call, so a crash can at worst leave a partial last line, which
+    `read_events` passes over and the next line repairs.
+
+    Args:
+        path: file to append to; its folder is created.
+
+    Example:
+        >>> log = EventLog()
+        >>> log.write("update", layer="conv1")["seq"]
+        0
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self.events: list[dict[str, Any]] = []
+        self.next_seq = 0
+        if self.path is not None and ranks.is_main_rank():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, kind: str, **data: Any) -> dict[str, Any]:
+        """Add an event."""
+        event = {"seq": self.next_seq, "type": kind, "time": round(time.time(), 3), **_plain(data)}
+        self.next_seq += 1
+        self.events.append(event)
+        if self.path is not None and ranks.is_main_rank():
+            _append_line(self.path, json.dumps(event, allow_nan=False))
+        return event
+
+    def resume(self, seq: int, **data: Any) -> None:
+        """Continue from an earlier point: what was logged after it did not happen in the run that goes on."""
+        self.events = [event for event in self.events if event["seq"] < seq]
+        self.next_seq = seq
+        self.write("resumed", **data)
+        if self.path is not None and ranks.is_main_rank():
+            self.events = read_events(self.path)
+
+
+def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read a log: the events of the run that was completed in the end, without those undone by resuming.
+
+    Raises:
+        CheckpointError: the file is missing, or a line is damaged that was not the last of its process.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"no event log at {file}")
+    lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    parsed = [_parse(line) for line in lines]
+    before: list[dict[str, Any]] = []  # events of processes that went before
+    events: list[dict[str, Any]] = []
+    for number, event in enumerate(parsed):
+        if event is None:
+            following = parsed[number + 1] if number + 1 < len(parsed) else None
+            if number + 1 < len(parsed) and (following is None or following["type"] != "started"):
+                raise CheckpointError(f"line {number + 1} of {file} is damaged: {lines[number][:80]!r}")
+        elif event["type"] == "started":
+            before, events = events, [event]
+        elif event["type"] == "resumed":
+            history = before if len(events) == 1 else events
+            events = [*(earlier for earlier in history if earlier["seq"] < event["seq"]), event]
+        else:
+            events.append(event)
+    return events
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return event if isinstance(event, dict) and {"type", "seq"} <= event.keys() else None
+
+
+def _append_line(path: Path, line: str) -> None:
+    broken = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(("\n" if broken else "") + line + "\n")
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON-able data; numbers JSON has no word for become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value

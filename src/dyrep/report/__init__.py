@@ -1,0 +1,1 @@
+"""Pictures of a run, made from its event log alone. Needs the ``demo`` extra (matplotlib)."""

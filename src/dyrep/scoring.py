@@ -1,0 +1,261 @@
+r"""Which operations matter: saliency scores, accumulated while the model trains.
+
+For an operation with parameters θ and gradient g, averaged over all optimizer steps since the last update:
+
+==============  =====================================================  ==============================================
+``synflow``     :math:`\sum_i g_i \theta_i`                            the paper's choice (Eq. 4)
+``snip``        :math:`\sum_i |g_i \theta_i|`
+``grad_norm``   :math:`\lVert g \rVert_2`
+``invariant``   :math:`\lVert g \rVert_2 \lVert \theta \rVert_2`       ours; does not change when a norm follows and
+                                                                       the weights are rescaled
+``grasp``       :math:`-\sum_i \theta_i (Hg)_i`                        second order, on a few batches at update time
+``random``      uniform                                                a baseline
+``vote``        one vote per metric for its largest                    ties go to the better mean rank
+==============  =====================================================  ==============================================
+
+Where a batch norm follows a convolution the loss does not depend on the scale of its weights, so the exact value of
+``synflow`` is zero up to the norm's ε, and what is summed is mostly rounding. `noisy` finds such scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dyrep.errors import DyRepError
+from dyrep.surgery import ranks
+from dyrep.surgery.preserve import device_of, preserved, to_device
+
+STEP_METRICS = ("synflow", "snip", "grad_norm", "invariant")
+VOTERS = ("synflow", "snip", "grad_norm", "grasp")
+SCORES = (*STEP_METRICS, "grasp", "random", "vote")
+NOISE_RATIO = 1e-4
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The training loss of a batch: ``loss(model, batch)``."""
+
+
+@dataclass(frozen=True)
+class StepScores:
+    """What a `StepScorer` has gathered.
+
+    Attributes:
+        means: mean score per metric and operation.
+        steps: optimizer steps that counted.
+        skipped: steps left out because a gradient was not finite.
+    """
+
+    means: dict[str, dict[str, float]]
+    steps: int
+    skipped: int
+
+
+class StepScorer:
+    """Sums scores of operations at every step of an optimizer, on the device, without waiting for it.
+
+    It sees gradients as the optimizer does: accumulated over micro-batches, averaged by DistributedDataParallel, and
+    unscaled, also with a `GradScaler` and a fused optimizer, which unscales inside its own kernel. All sums and the
+    step count live in preallocated float32 tensors, so a captured CUDA graph replays them.
+
+    Args:
+        optimizer: the optimizer whose steps count.
+        metrics: which of `STEP_METRICS` to sum.
+
+    Example:
+        >>> conv = nn.Conv2d(1, 1, 3)
+        >>> optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+        >>> scorer = StepScorer(optimizer, ["snip"])
+        >>> scorer.watch({"conv": list(conv.parameters())})
+        >>> conv(torch.randn(1, 1, 5, 5)).sum().backward()
+        >>> optimizer.step()
+        >>> scorer.read().steps
+        1
+    """
+
+    def __init__(self, optimizer: Optimizer, metrics: Sequence[str]) -> None:
+        self.metrics = tuple(metrics)
+        self._optimizer = optimizer
+        self._names: list[str] = []
+        self._operations: list[list[Tensor]] = []
+        self._sums = torch.zeros(0, len(self.metrics))
+        self._counts = torch.zeros(2)  # steps that counted, steps skipped
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Stop watching the optimizer."""
+        self._handle.remove()
+
+    def watch(self, operations: Mapping[str, Iterable[Tensor]]) -> None:
+        """Start over with these operations, given by name with their parameters."""
+        self._names = list(operations)
+        self._operations = [list(parameters) for parameters in operations.values()]
+        device = self._operations[0][0].device if self._operations else torch.device("cpu")
+        self._sums = torch.zeros(len(self._names), len(self.metrics), device=device)
+        self._counts = torch.zeros(2, device=device)
+
+    def reset_(self) -> None:
+        """Set all sums to zero, in place."""
+        self._sums.zero_()
+        self._counts.zero_()
+
+    def read(self, distributed: bool | None = None) -> StepScores:
+        """Mean scores so far, averaged over ranks; waits for the device, once."""
+        sums, counts = self._sums.clone(), self._counts.clone()
+        if ranks.distributed(distributed):
+            ranks.average_([sums, counts])
+        table = (sums / counts[0].clamp(min=1)).tolist()
+        means = {
+            metric: {name: row[column] for name, row in zip(self._names, table, strict=True)}
+            for column, metric in enumerate(self.metrics)
+        }
+        steps, skipped = counts.tolist()
+        return StepScores(means, round(steps), round(skipped))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far, by name."""
+        return {
+            "names": list(self._names),
+            "metrics": list(self.metrics),
+            "sums": self._sums.clone(),
+            "counts": self._counts.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with saved sums; those of operations or metrics that are not watched now are dropped."""
+        self.reset_()
+        for row, name in enumerate(self._names):
+            if name in state["names"]:
+                for column, metric in enumerate(self.metrics):
+                    if metric in state["metrics"]:
+                        saved = state["sums"][state["names"].index(name), state["metrics"].index(metric)]
+                        self._sums[row, column] = saved
+        self._counts.copy_(state["counts"])
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._operations:
+            return
+        values = torch.stack([self._score(parameters) for parameters in self._operations])
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself
+        if scale is not None:
+            values = values / scale
+        finite = torch.isfinite(values).all()
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is not None:
+            finite = finite & (found_inf.to(finite.device) == 0).all()
+        self._sums += torch.where(finite, values, torch.zeros_like(values))
+        self._counts += torch.stack([finite, ~finite])
+
+    def _score(self, parameters: list[Tensor]) -> Tensor:
+        """One operation's scores at this step; all are linear in the gradient's scale."""
+        held = [(p.float(), p.grad.float()) for p in parameters if p.grad is not None]
+        if not held:
+            return self._sums.new_zeros(len(self.metrics))
+        values = {}
+        if "synflow" in self.metrics or "snip" in self.metrics:
+            products = [theta * gradient for theta, gradient in held]
+            values["synflow"] = torch.stack([product.sum() for product in products]).sum()
+            values["snip"] = torch.stack([product.abs().sum() for product in products]).sum()
+        if "grad_norm" in self.metrics:
+            values["grad_norm"] = _norm([gradient for _, gradient in held])
+        if "invariant" in self.metrics:  # of the kernel alone: a bias does not share its scale
+            values["invariant"] = held[0][0].norm() * held[0][1].norm()
+        return torch.stack([values[metric] for metric in self.metrics])
+
+
+def grasp_scores(
+    model: nn.Module,
+    operations: Mapping[str, Sequence[Tensor]],
+    batches: Iterable[Any],
+    loss: Loss,
+    *,
+    max_batches: int = 1,
+    distributed: bool | None = None,
+) -> dict[str, float]:
+    r"""GraSP: :math:`-\sum_i \theta_i (Hg)_i` per operation, by double backward on a few batches.
+
+    Args:
+        model: the uncompiled model; it is left as it was.
+        operations: parameters by operation.
+        batches: data for ``loss``.
+        loss: ``loss(model, batch)``.
+        max_batches: how many batches to average over.
+        distributed: whether to average over ranks (default: if torch.distributed is initialised).
+
+    Example:
+        >>> conv = nn.Conv2d(1, 1, 1, bias=False)
+        >>> _ = conv.weight.data.fill_(2.0)
+        >>> square = lambda model, batch: model(batch).pow(2).sum() / 2  # g = θ, H = 1, so θ·Hg = 4
+        >>> grasp_scores(conv, {"conv": [conv.weight]}, [torch.ones(1, 1, 1, 1)], square)
+        {'conv': -4.0}
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    watched = [p for parameters in operations.values() for p in parameters]
+    sums = {name: torch.zeros((), device=device_of(model)) for name in operations}
+    used = 0
+    with preserved(model, training=True), torch.enable_grad():
+        for batch in islice(iter(batches), max_batches):
+            value = loss(model, to_device(batch, device_of(model)))
+            gradients = torch.autograd.grad(value, trained, create_graph=True, allow_unused=True)
+            flow = sum((g * g.detach()).sum() for g in gradients if g is not None)
+            products = torch.autograd.grad(flow, watched, allow_unused=True)  # type: ignore[arg-type]
+            by_parameter = {id(p): product for p, product in zip(watched, products, strict=True)}
+            for name, parameters in operations.items():
+                for p in parameters:
+                    product = by_parameter[id(p)]
+                    if product is not None:
+                        sums[name] -= (p.detach().float() * product.float()).sum()
+            used += 1
+    if used == 0:
+        raise DyRepError("grasp needs data at update time: pass batches")
+    if ranks.distributed(distributed):
+        ranks.average_(sums.values())
+    return {name: float(total) / used for name, total in sums.items()}
+
+
+def random_scores(names: Iterable[str], generator: torch.Generator) -> dict[str, float]:
+    """A uniform score for every name."""
+    return {name: float(torch.rand((), generator=generator)) for name in names}
+
+
+def vote(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Votes per operation: each metric votes for its largest; the fraction breaks ties by mean rank.
+
+    Example:
+        >>> votes = vote({"a": {"x": 1, "y": 2}, "b": {"x": 5, "y": 9}})
+        >>> max(votes, key=votes.get), int(votes["y"])
+        ('y', 2)
+    """
+    names = list(next(iter(metrics.values())))
+    result = dict.fromkeys(names, 0.0)
+    for scores in metrics.values():
+        ranking = sorted(names, key=lambda name: scores[name], reverse=True)
+        result[ranking[0]] += 1
+        for rank, name in enumerate(ranking):  # a mean rank of 0 is worth just under one vote
+            result[name] += (1 - (rank + 1) / (len(names) + 1)) / len(metrics)
+    return result
+
+
+def noisy(scores: Mapping[str, float], sizes: Mapping[str, float], ratio: float = NOISE_RATIO) -> list[str]:
+    """Names whose score is below ``ratio`` of the sum of its terms' sizes: cancellation, not signal.
+
+    Args:
+        scores: sums of signed terms (synflow).
+        sizes: sums of the same terms' absolute values (snip).
+        ratio: what counts as noise.
+
+    Example:
+        >>> noisy({"a": 1e-7, "b": 0.5}, {"a": 1.0, "b": 1.0})
+        ['a']
+    """
+    return [name for name, score in scores.items() if abs(score) <= ratio * sizes[name]]
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([tensor.norm() for tensor in tensors]).norm()

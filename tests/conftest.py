@@ -1,0 +1,11 @@
+"""One thread per worker, the same random numbers in every run."""
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,99 @@
+"""Small nets and measurements that the tests of live surgery share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def conv_bn_net(dtype: torch.dtype = torch.float32, channels: int = 6) -> nn.Sequential:
+    """Two conv-BN-ReLU layers and a classifier: ``0`` and ``3`` are the convolutions."""
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 4),
+    ).to(dtype)
+
+
+def images(count: int, batch: int = 4, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> list:
+    """Batches of random images, each with an offset and a scale of its own."""
+    return [torch.randn(batch, channels, size, size, dtype=dtype) * (1 + 0.1 * i) + 0.2 for i in range(count)]
+
+
+def relative_change(after: Tensor, before: Tensor) -> float:
+    """‖after - before‖∞ / ‖before‖∞ in float64; NaN where a value is not finite."""
+    assert after.shape == before.shape
+    after, before = after.detach().double(), before.detach().double()
+    return float((after - before).abs().max() / before.abs().max())
+
+
+@torch.no_grad()
+def eval_output(model: nn.Module, x: Tensor) -> Tensor:
+    """The model's output in eval mode, its modes put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    output = model.eval()(x)
+    for module, mode in modes:
+        module.training = mode
+    return output
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
+    """One step towards an output of ones."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return float(optimizer.step(closure).detach())
+
+
+def picture(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict:
+    """Everything an edit may change, copied, for `assert_same_picture`."""
+    seen = {
+        "classes": [(name, type(module)) for name, module in model.named_modules(remove_duplicate=False)],
+        "modes": [(name, module.training) for name, module in model.named_modules(remove_duplicate=False)],
+        "attributes": [(name, sorted(vars(module))) for name, module in model.named_modules()],
+        "parameters": [(name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)],
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+    }
+    if optimizer is not None:
+        groups = optimizer.param_groups
+        seen["groups"] = [[id(p) for p in group["params"]] for group in groups]
+        seen["lists"] = [id(group["params"]) for group in groups]
+        seen["names"] = [list(group.get("param_names", ())) for group in groups]
+        seen["options"] = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+        seen["state objects"] = {id(p): id(state) for p, state in optimizer.state.items()}
+        seen["state"] = {
+            (id(p), key): value.clone() if isinstance(value, Tensor) else value
+            for p, state in optimizer.state.items()
+            for key, value in state.items()
+        }
+    return seen
+
+
+def assert_same_picture(after: dict, before: dict) -> None:
+    """Fail unless nothing at all has changed between two pictures."""
+    assert after.keys() == before.keys()
+    for what, value in before.items():
+        if what in ("values", "state"):
+            assert after[what].keys() == value.keys(), what
+            for key, tensor in value.items():
+                same = (
+                    torch.equal(after[what][key], tensor) if isinstance(tensor, Tensor) else after[what][key] == tensor
+                )
+                assert same, f"{what} {key}"
+        else:
+            assert after[what] == value, what
+
+
+def held_parameters(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Identities of all parameters in an optimizer."""
+    return [id(p) for group in optimizer.param_groups for p in group["params"]]
