@@ -132,7 +132,8 @@ class RepConv(_Base):
                     shift = self.bias is not None
                     kept[name] = make_branch(name, self.geometry, shift=shift, width=width, **like)
                     as_blocks_(kept[name])
-        self.branches = nn.ModuleDict({name: kept[name] for name in found if name in kept})
+        order = self.branches if self.branches.keys() == kept.keys() else found  # a file may be sorted by name
+        self.branches = nn.ModuleDict({name: kept[name] for name in order if name in kept})
         if any(key.startswith(prefix + "origin_norm.") for key in state_dict):
             if self.origin_norm is None:
                 self.origin_norm = BranchNorm(self.out_channels, shift=self.bias is not None, **like)

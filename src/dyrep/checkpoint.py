@@ -99,7 +99,8 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     try:  # on a copy first: a model that the file does not fit must not be left half changed
         _apply_(copy.deepcopy(bare(model)), about["structure"], tensors)
     except (DyRepError, RuntimeError) as error:
-        raise CheckpointError(f"{path} does not fit this model: {error}") from error
+        reasons = [line.strip() for line in str(error).splitlines()]
+        raise CheckpointError(f"{path} does not fit this model: {' '.join(reasons[:4])}") from error
     _apply_(bare(model), about["structure"], tensors)
     return model
 

@@ -154,9 +154,7 @@ class DyRepConfig:
         object.__setattr__(self, "branches", tuple(self.branches))
         unknown = [branch for branch in self.branches if branch not in BRANCHES]
         if unknown:
-            raise ConfigError(
-                f"branches holds unknown {', '.join(map(repr, unknown))}; valid are {', '.join(BRANCHES)}"
-            )
+            raise ConfigError(f"branches={self.branches!r}: {unknown[0]!r} is unknown; valid are {', '.join(BRANCHES)}")
 
     def _check_patterns(self) -> None:
         for name in ("include", "exclude"):

@@ -246,6 +246,7 @@ class DyRep:
         return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
 
     def _find_ignored(self) -> dict[str, str]:
+        check_optimizer(self.optimizer)
         model = bare(self.model)
         found = targets(model)
         ignored = {}
@@ -259,8 +260,6 @@ class DyRep:
         if len(ignored) == len(found):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(ignored.items())[:5])
             raise IneligibleLayerError(f"no convolution of this model can be expanded ({reasons or 'it has none'})")
-        first = next(target.name for target in found if target.name not in ignored)
-        check_optimizer(self.optimizer, first, model.get_submodule(first).weight)  # type: ignore[arg-type]
         return ignored
 
     def _operations(self) -> dict[str, list[Tensor]]:
@@ -280,6 +279,8 @@ class DyRep:
         if metric == "random":
             generator = torch.Generator().manual_seed(self._seed(stream=1))
             return scoring.random_scores(operations, generator), seen
+        if not operations:
+            return {}, seen
         if seen.steps == 0 and metric != "grasp":
             if seen.skipped:
                 warnings.warn("every step since the last update had gradients that are not finite", stacklevel=3)

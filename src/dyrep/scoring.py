@@ -139,7 +139,7 @@ class StepScorer:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._operations:
+        if not self._operations or not self.metrics:
             return
         values = torch.stack([self._score(parameters) for parameters in self._operations])
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself

@@ -18,7 +18,7 @@ from dyrep.geometry import ConvGeometry
 from dyrep.norm import BranchNorm
 from dyrep.surgery import ranks
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
-from dyrep.surgery.optimizer import check_optimizer, insert_, remove_
+from dyrep.surgery.optimizer import check_holds, check_optimizer, insert_, remove_
 from dyrep.surgery.preserve import Forward
 from dyrep.surgery.targets import require_eligible, resolve
 from dyrep.surgery.undo import Snapshot
@@ -119,8 +119,9 @@ def expand_(
         for name, conv in convs.items()
     }
     if optimizer is not None:
+        check_optimizer(optimizer)
         for name, conv in convs.items():
-            check_optimizer(optimizer, name, conv.weight)  # type: ignore[arg-type]
+            check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
 
     grown = {
         name: _make_branches(conv, wanted[name], gamma=gamma, width=width, generator=generator)
@@ -202,6 +203,8 @@ def cut_(
     model = unwrap(model)
     convs = resolve(model, names)
     doomed = {name: _present_branches(name, conv, branches) for name, conv in convs.items()}
+    if optimizer is not None:
+        check_optimizer(optimizer)
     before = Snapshot(convs.values(), optimizer)
     try:
         for name, conv in convs.items():

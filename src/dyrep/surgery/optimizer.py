@@ -20,11 +20,11 @@ _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, BranchNorm
 _FORMAT = 1
 
 
-def check_optimizer(optimizer: object, name: str, weight: Tensor) -> None:
-    """Raise unless an optimizer can follow the expansion of a layer.
+def check_optimizer(optimizer: object) -> None:
+    """Raise unless an optimizer can follow a change of structure.
 
     Raises:
-        OptimizerError: it is not a torch optimizer, shards its state, or does not hold the layer's weight.
+        OptimizerError: it is not a torch optimizer, or shards its state.
     """
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
@@ -32,6 +32,10 @@ def check_optimizer(optimizer: object, name: str, weight: Tensor) -> None:
         )
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise OptimizerError("ZeroRedundancyOptimizer splits parameters over ranks once and for all; use a plain one")
+
+
+def check_holds(optimizer: Optimizer, name: str, weight: Tensor) -> None:
+    """Raise unless an optimizer holds a layer's weight."""
     if locate(optimizer, weight) is None:
         raise OptimizerError(
             f"the weight of layer {name!r} is not in the optimizer, so its branches would not be trained: "

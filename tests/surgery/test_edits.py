@@ -1,0 +1,662 @@
+"""Expanding and cutting a live model: the function stays, errors say why, and a failed edit changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from surgery_helpers import (
+    assert_same_picture,
+    conv_bn_net,
+    eval_output,
+    held_parameters,
+    images,
+    picture,
+    relative_change,
+    train_step,
+)
+from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
+
+import dyrep
+from dyrep.block import RepConv
+from dyrep.branches import branch_options
+from dyrep.errors import BranchError, CalibrationError, ConfigError, OptimizerError
+from dyrep.geometry import ConvGeometry
+from dyrep.surgery import edits
+from dyrep.surgery.edits import Edit
+
+KINDS = ("conv", "conv-BN", "conv-bias", "conv-bias-BN", "grouped", "depthwise")
+
+
+def make_layers(kind: str, channels: int, kernel: tuple[int, int], stride: int, mode: str) -> list[nn.Module]:
+    padding = tuple(k // 2 for k in kernel)
+    groups = {"grouped": 2, "depthwise": channels}.get(kind, 1)
+    conv = nn.Conv2d(channels, channels, kernel, stride, padding, groups=groups, bias="bias" in kind, padding_mode=mode)
+    return [conv, nn.BatchNorm2d(channels), nn.ReLU()] if "BN" in kind else [conv, nn.ReLU()]
+
+
+@st.composite
+def nets(draw) -> nn.Module:
+    """One to three layers of any kind over four channels, between a stem and a head that stay plain."""
+    layers: list[nn.Module] = []
+    for kind in draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3)):
+        kernel = draw(st.sampled_from([(3, 3), (3, 3), (2, 2), (1, 3), (5, 3)]))
+        stride = draw(st.sampled_from([1, 1, 2]))
+        mode = draw(st.sampled_from(["zeros", "zeros", "reflect"]))
+        layers += make_layers(kind, 4, kernel, stride, mode)
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), *layers, nn.Conv2d(4, 5, 1))
+
+
+def draw_expansion(data, model: nn.Module, batches: list[torch.Tensor]) -> dict | None:
+    """Arguments of an expansion that is possible now."""
+    candidates = [target for target in dyrep.targets(model) if target.eligible and target.depth <= 2]
+    if not candidates:
+        return None
+    target = data.draw(st.sampled_from(candidates), label="layer")
+    options = branch_options(ConvGeometry.of(model.get_submodule(target.name)))
+    possible = [name for name, option in options.items() if option.possible and name not in target.present]
+    chosen = st.lists(st.sampled_from(possible), min_size=1, unique=True)
+    origin_norm = data.draw(st.sampled_from(["none", "none", "calibrated", "reference"]), label="origin norm")
+    calibrated = origin_norm == "calibrated" or data.draw(st.booleans(), label="calibrated")
+    return {
+        "names": target.name,
+        "branches": data.draw(st.none() | chosen, label="branches"),
+        "origin_norm": origin_norm,
+        "calibration": batches if calibrated else None,
+        "width": data.draw(st.sampled_from([1, 1, 2]), label="width"),
+    }
+
+
+def draw_cut(data, model: nn.Module) -> dict | None:
+    """Arguments of a cut that is possible now."""
+    blocks = dyrep.structure(model)["blocks"]
+    if not blocks:
+        return None
+    name = data.draw(st.sampled_from(sorted(blocks)), label="layer")
+    some = st.lists(st.sampled_from(blocks[name]["branches"]), min_size=1, unique=True)
+    return {"names": name, "branches": data.draw(st.none() | some, label="branches")}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
+@settings(
+    max_examples=100,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_any_sequence_of_expansions_training_and_cuts_preserves_the_function(dtype, tolerance, data):
+    torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
+    model = data.draw(nets(), label="net").to(dtype)
+    plain_keys, plain_model = list(model.state_dict()), copy.deepcopy(model)
+    batches = images(2, size=9, dtype=dtype)
+    x = images(1, size=9, dtype=dtype)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    train_step(model, optimizer, batches[0])
+    for _ in range(data.draw(st.integers(2, 6), label="steps")):
+        before = eval_output(model, x)
+        action = data.draw(st.sampled_from(["expand", "expand", "train", "cut"]), label="action")
+        if action == "train":
+            train_step(model.train(), optimizer, batches[1])
+            continue
+        arguments = draw_expansion(data, model, batches) if action == "expand" else draw_cut(data, model)
+        if arguments is None:
+            continue
+        operate = dyrep.expand_ if action == "expand" else dyrep.cut_
+        operate(model, **arguments, optimizer=optimizer)
+        assert relative_change(eval_output(model, x), before) <= tolerance
+        assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
+    evolved = eval_output(model, x)
+    plain = dyrep.deploy(model)
+    assert list(plain.state_dict()) == plain_keys
+    assert relative_change(eval_output(plain, x), evolved) <= tolerance
+    plain_model.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(eval_output(plain_model, x), eval_output(plain, x))
+
+
+def net_around(*middle: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), *middle, nn.ReLU(), nn.Conv2d(8, 6, 3, padding=1))
+
+
+def frozen_batch_norm() -> FrozenBatchNorm2d:
+    norm = FrozenBatchNorm2d(8)
+    norm.running_mean.uniform_(-0.2, 0.2)
+    norm.running_var.uniform_(0.1, 0.4)
+    return norm
+
+
+def conv(**arguments) -> nn.Conv2d:
+    return nn.Conv2d(8, 8, 3, padding=1, **arguments)
+
+
+DRIFT_NETS = {
+    "conv-BN": lambda: net_around(conv(bias=False), nn.BatchNorm2d(8)),
+    "conv with bias-BN": lambda: net_around(conv(), nn.BatchNorm2d(8)),
+    "conv without BN": lambda: net_around(conv()),
+    "conv without bias and BN": lambda: net_around(conv(bias=False)),
+    "conv-FrozenBatchNorm2d": lambda: net_around(conv(bias=False), frozen_batch_norm()),
+    "conv-BN in eval mode": lambda: net_around(conv(bias=False), nn.BatchNorm2d(8)),
+}
+
+
+def train_with_frozen_norms_(model: nn.Module, frozen: bool) -> None:
+    model.train()
+    for module in model.modules():
+        if frozen and isinstance(module, nn.BatchNorm2d):
+            module.eval()
+
+
+@torch.no_grad()
+def train_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return copy.deepcopy(model)(x)
+
+
+@pytest.mark.parametrize("kind", DRIFT_NETS)
+def test_expansion_changes_training_mode_output_by_at_most_one_percent(kind):
+    model = DRIFT_NETS[kind]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(6):
+        train_with_frozen_norms_(model, frozen=kind.endswith("eval mode") and step >= 3)
+        train_step(model, optimizer, torch.randn(16, 3, 12, 12))
+    x, calibration = torch.randn(16, 3, 12, 12), [torch.randn(16, 3, 12, 12) for _ in range(20)]
+    before = train_output(model, x)
+    dyrep.expand_(model, "2", calibration=calibration, optimizer=optimizer)
+    drift = relative_change(train_output(model, x), before)
+    assert 0 < drift <= 1e-2
+    if kind.endswith("eval mode"):
+        assert not model[3].training
+        assert model.training
+
+
+def test_calibrated_origin_norm_drifts_no_more_on_an_expanded_conv_than_on_a_plain_one():
+    x, calibration = torch.randn(16, 3, 12, 12), [torch.randn(16, 3, 12, 12) for _ in range(20)]
+    first = DRIFT_NETS["conv without BN"]().train()
+    second = copy.deepcopy(first)
+    dyrep.expand_(second, "2", ["1x1"], gamma=1.0, calibration=calibration)
+    drifts = []
+    for model in (first, second):
+        before = train_output(model, x)
+        dyrep.expand_(model, "2", ["1x1-AVG"], calibration=calibration, origin_norm="calibrated")
+        drifts.append(relative_change(train_output(model, x), before))
+    assert drifts[1] <= 2 * drifts[0]
+
+
+@pytest.mark.parametrize("origin_norm", ["none", "calibrated", "reference"])
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_every_origin_norm_preserves_eval_output_and_is_cut_with_the_last_branch(origin_norm, calibrated):
+    if origin_norm == "calibrated" and not calibrated:
+        pytest.skip("needs data")
+    model = net_around(conv(), nn.BatchNorm2d(8)).double()
+    keys, x = list(model.state_dict()), torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    before = eval_output(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dyrep.expand_(
+        model, "2", gamma=0.5, calibration=[x] if calibrated else None, origin_norm=origin_norm, optimizer=optimizer
+    )
+    assert (model[2].origin_norm is not None) == (origin_norm != "none")
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    train_step(model, optimizer, x)
+    before = eval_output(model, x)
+    dyrep.cut_(model, "2", ["1x1", "residual"], optimizer=optimizer)
+    assert (model[2].origin_norm is not None) == (origin_norm != "none")
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    dyrep.cut_(model, "2", optimizer=optimizer)
+    assert type(model[2]) is nn.Conv2d
+    assert list(model.state_dict()) == keys
+    assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+
+
+def test_cut_is_exact_where_the_origin_norm_has_channels_near_zero():
+    model = nn.Sequential(conv()).double()
+    x = torch.randn(4, 8, 8, 8, dtype=torch.float64)
+    dyrep.expand_(model, "0", calibration=[x], origin_norm="calibrated")
+    with torch.no_grad():
+        model[0].origin_norm.weight[0] = 0.0
+        model[0].origin_norm.weight[1] = 1e-9
+        model[0].origin_norm.weight[2] = -0.3
+    before = eval_output(model, x)
+    dyrep.cut_(model, "0", ["1x1", "Kx1"])
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    dyrep.expand_(model, "0", ["1x1"], calibration=[x])
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+
+
+def test_nested_expansion_is_exact_at_every_depth():
+    model = conv_bn_net(torch.float64)
+    batches, x = images(2, dtype=torch.float64), images(1, dtype=torch.float64)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    name = "3"
+    for depth in range(3):
+        before = eval_output(model, x)
+        dyrep.expand_(model, name, gamma=0.3, calibration=batches, optimizer=optimizer)
+        assert relative_change(eval_output(model, x), before) <= 1e-10
+        train_step(model, optimizer, batches[0])
+        by_name = {target.name: target for target in dyrep.targets(model)}
+        name += ".branches.1x1-KxK.conv"
+        assert by_name[name].depth == depth + 1
+        assert by_name[name].eligible
+    before = eval_output(model, x)
+    dyrep.cut_(model, "3", ["1x1-KxK"], optimizer=optimizer)
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
+
+
+def test_outer_and_inner_block_can_be_cut_in_one_call():
+    model = conv_bn_net(torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    x = images(1, dtype=torch.float64)[0]
+    before = eval_output(model, x)
+    inner = "3.branches.1x1-KxK.conv"
+    dyrep.expand_(model, "3", calibration=[x], optimizer=optimizer)
+    dyrep.expand_(model, inner, calibration=[x], optimizer=optimizer)
+    dyrep.cut_(model, ["3", inner], optimizer=optimizer)
+    assert type(model[3]) is nn.Conv2d
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights_keep_their_function_to_rounding(dtype):
+    model = nn.Sequential(conv())
+    x = torch.randn(4, 8, 8, 8)
+    model.to(dtype)
+    before = eval_output(model, x.to(dtype))
+    dyrep.expand_(model, "0", calibration=[x.to(dtype)])
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert relative_change(eval_output(model, x.to(dtype)), before) <= 8 * torch.finfo(dtype).eps
+
+
+def test_width_multiplies_the_inner_channels_and_keeps_the_function():
+    model = conv_bn_net(torch.float64)
+    x = images(1, dtype=torch.float64)[0]
+    before = eval_output(model, x)
+    dyrep.expand_(model, "3", ["1x1-KxK"], gamma=0.5, width=2, calibration=[x])
+    branch = model[3].branches["1x1-KxK"]
+    assert branch.point.out_channels == branch.conv.in_channels == branch.inner_norm.weight.numel() == 12
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+
+
+def test_width_multiplies_the_inner_channels_of_every_group():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=2)).double()
+    x = torch.randn(4, 4, 8, 8, dtype=torch.float64)
+    before = eval_output(model, x)
+    dyrep.expand_(model, "0", ["1x1-KxK"], gamma=0.5, width=2, calibration=[x])
+    assert model[0].branches["1x1-KxK"].point.weight.shape == (8, 2, 1, 1)
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+
+
+def test_gamma_is_absolute_by_default():
+    model = conv_bn_net()
+    dyrep.expand_(model, "3", gamma=0.02, calibration=images(2))
+    for branch in model[3].branches.values():
+        assert torch.equal(branch.norm.weight, torch.full((6,), 0.02))
+
+
+def test_relative_gamma_is_measured_in_standard_deviations_of_the_origin_output():
+    model = nn.Sequential(conv()).double()
+    with torch.no_grad():
+        model[0].weight.mul_(torch.logspace(-2, 2, 8).reshape(-1, 1, 1, 1))
+    batches = [torch.randn(4, 8, 8, 8, dtype=torch.float64) for _ in range(3)]
+    outputs = torch.stack([eval_output(model, batch) for batch in batches])
+    variance = outputs.transpose(1, 2).flatten(2).var(dim=2).mean(0)
+    before = eval_output(model, batches[0])
+    dyrep.expand_(model, "0", gamma=0.1, relative_gamma=True, calibration=batches)
+    for branch in model[0].branches.values():
+        torch.testing.assert_close(branch.norm.weight.detach(), 0.1 * (variance + 1e-5).sqrt(), rtol=1e-10, atol=0)
+    assert relative_change(eval_output(model, batches[0]), before) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"branches": ["3x3"]}, "unknown branch '3x3' for layer '3'; valid are 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1, res"),
+        ({"branches": ["KxK"]}, "unknown branch 'KxK' for layer '3'; valid are 1x1, "),
+        ({"branches": ["1x1"]}, r"layer '3' has branch '1x1' already; it can still grow \['1x1-KxK', '1x1-AVG'"),
+        ({"branches": []}, r"no branches given for layer '3'; it can grow \['1x1-KxK', '1x1-AVG', '1xK', 'Kx1'"),
+    ],
+    ids=["unknown", "origin", "present", "none"],
+)
+def test_bad_branch_is_refused_with_the_valid_ones(arguments, message):
+    model = conv_bn_net()
+    dyrep.expand_(model, "3", ["1x1"])
+    before = picture(model)
+    with pytest.raises(BranchError, match=message):
+        dyrep.expand_(model, "3", **arguments)
+    assert_same_picture(picture(model), before)
+
+
+def test_impossible_branch_is_refused_with_the_reason_and_the_valid_ones():
+    model = conv_bn_net()
+    before = picture(model)
+    with pytest.raises(
+        BranchError,
+        match=r"layer '0' cannot have branch 'residual': the residual needs as many output as input channels "
+        r"\(3 in, 6 out\); it can grow \['1x1', '1x1-KxK', '1x1-AVG', '1xK', 'Kx1'\]",
+    ):
+        dyrep.expand_(model, ["3", "0"], ["residual"])
+    assert_same_picture(picture(model), before)
+
+
+def test_layer_with_nothing_left_to_add_is_refused():
+    model = conv_bn_net()
+    dyrep.expand_(model, "0")
+    with pytest.raises(BranchError, match="layer '0' has no branch to add: it has every branch already"):
+        dyrep.expand_(model, "0")
+
+
+@pytest.mark.parametrize(
+    ("layer", "branches", "message"),
+    [
+        ("3", ["1xK"], "layer '3' has no branch '1xK'; it has 1x1, residual"),
+        ("3", ["1x1", "3x3"], "layer '3' has no branch '3x3'; it has 1x1, residual"),
+        ("0", None, "layer '0' has no branches to cut"),
+        ("0", ["1x1"], "layer '0' has no branches to cut"),
+    ],
+)
+def test_cutting_what_is_not_there_is_refused(layer, branches, message):
+    model = conv_bn_net()
+    dyrep.expand_(model, "3", ["1x1", "residual"])
+    before = picture(model)
+    with pytest.raises(BranchError, match=message):
+        dyrep.cut_(model, ["3", layer], branches)
+    assert_same_picture(picture(model), before)
+
+
+def test_cutting_an_empty_list_of_branches_is_refused_or_leaves_the_model_alone():
+    model = conv_bn_net()
+    dyrep.expand_(model, "3", ["1x1", "residual"])
+    before = picture(model)
+    try:
+        made = dyrep.cut_(model, "3", [])
+    except BranchError:
+        made = []
+    assert_same_picture(picture(model), before)
+    assert not any(edit.branches for edit in made)
+
+
+def test_unknown_origin_norm_is_refused_with_the_valid_ones():
+    with pytest.raises(ConfigError, match="origin_norm='batch' is unknown; valid are none, calibrated, reference"):
+        dyrep.expand_(conv_bn_net(), "3", origin_norm="batch")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"origin_norm": "calibrated"}, "origin_norm='calibrated' has to see data: pass calibration=batches"),
+        ({"relative_gamma": True}, "relative_gamma=True has to see data: pass calibration=batches"),
+    ],
+)
+def test_settings_that_need_data_are_refused_without(arguments, message):
+    model = conv_bn_net()
+    before = picture(model)
+    with pytest.raises(CalibrationError, match=message):
+        dyrep.expand_(model, "3", **arguments)
+    assert_same_picture(picture(model), before)
+
+
+class Unreached(nn.Module):
+    """Its second convolution is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Conv2d(3, 4, 3)
+        self.unused = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_failed_calibration_of_the_second_layer_changes_nothing():
+    model = Unreached()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    train_step(model, optimizer, images(1)[0])
+    before = picture(model, optimizer)
+    with pytest.raises(CalibrationError, match="calibration never reached 'unused'"):
+        dyrep.expand_(model, ["used", "unused"], calibration=images(2), optimizer=optimizer)
+    assert_same_picture(picture(model, optimizer), before)
+    assert not model.used._forward_hooks
+    assert not model.used._forward_pre_hooks
+
+
+def test_optimizer_that_lacks_the_second_layer_changes_nothing():
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD([model[0].weight, model[1].weight], lr=0.1)
+    before = picture(model, optimizer)
+    with pytest.raises(OptimizerError, match="the weight of layer '3' is not in the optimizer"):
+        dyrep.expand_(model, ["0", "3"], calibration=images(1), optimizer=optimizer)
+    assert_same_picture(picture(model, optimizer), before)
+
+
+def test_failure_half_way_through_an_expansion_changes_nothing(monkeypatch):
+    model = conv_bn_net()
+    dyrep.expand_(model, "3", ["1x1"], origin_norm="reference")
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    train_step(model, optimizer, images(1)[0])
+    before, x = picture(model, optimizer), images(1)[0]
+    output, real, layers = eval_output(model, x), edits.insert_, []
+
+    def failing(optimizer, model, conv, added, name):
+        layers.append(name)
+        real(optimizer, model, conv, added, name)
+        if name == "3":
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(edits, "insert_", failing)
+    with pytest.raises(RuntimeError, match="no room"):
+        dyrep.expand_(model, ["0", "3"], calibration=[x], optimizer=optimizer)
+    assert layers == ["0", "3"]
+    assert_same_picture(picture(model, optimizer), before)
+    assert torch.equal(eval_output(model, x), output)
+
+
+def test_failure_half_way_through_a_cut_changes_nothing(monkeypatch):
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
+    dyrep.expand_(model, ["0", "3"], calibration=images(1), optimizer=optimizer, origin_norm="calibrated")
+    train_step(model, optimizer, images(1)[0])
+    before, x, calls = picture(model, optimizer), images(1)[0], []
+    output = eval_output(model, x)
+
+    def failing(optimizer, parameters):
+        calls.append(list(parameters))
+        if len(calls) == 2:
+            raise RuntimeError("no room")
+
+    monkeypatch.setattr(edits, "remove_", failing)
+    with pytest.raises(RuntimeError, match="no room"):
+        dyrep.cut_(model, ["0", "3"], optimizer=optimizer)
+    assert_same_picture(picture(model, optimizer), before)
+    assert torch.equal(eval_output(model, x), output)
+
+
+def test_hooks_aliases_references_and_parameters_survive_both_edits():
+    model = nn.ModuleDict({"net": conv_bn_net()})
+    net, module, weight, calls = model["net"], model["net"][3], model["net"][3].weight, []
+    model["alias"] = module
+    module.note = "kept"
+    module.register_forward_hook(lambda *_: calls.append("forward"))
+    module.register_forward_pre_hook(lambda *_: calls.append("before"))
+    module.register_full_backward_hook(lambda *_: calls.append("backward"))
+    weight.register_hook(lambda _: calls.append("weight"))
+    x, everything = images(1)[0], ["before", "forward", "weight", "backward"]
+    for edit in (lambda: dyrep.expand_(net, "3", calibration=[x]), lambda: dyrep.cut_(net, "3")):
+        edit()
+        assert net[3] is model["alias"] is module
+        assert module.weight is weight
+        assert module.note == "kept"
+        assert isinstance(module, nn.Conv2d)
+        calls.clear()
+        net(x).sum().backward()
+        assert sorted(calls) == sorted(everything)
+
+
+def test_edits_keep_modes_of_the_convolution():
+    model = conv_bn_net().train()
+    model[3].eval()
+    dyrep.expand_(model, ["0", "3"], calibration=images(1), origin_norm="calibrated")
+    assert all(m.training for m in model[0].modules())
+    assert not any(m.training for m in model[3].modules())
+
+
+def test_expansion_inside_autocast_is_exact_outside():
+    model, x = conv_bn_net(), images(1)[0]
+    before = eval_output(model, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dyrep.expand_(model, "3", gamma=0.5, calibration=images(3))
+        dyrep.cut_(model, "3", ["1x1"])
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert relative_change(eval_output(model, x), before) <= 1e-5
+
+
+def test_edits_inside_an_autocast_context_take_effect_there():
+    model, x = nn.Sequential(conv()).eval(), torch.randn(4, 8, 8, 8)
+    bfloat16 = 16 * torch.finfo(torch.bfloat16).eps
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = model(x)
+        dyrep.expand_(model, "0", gamma=1.0, calibration=[x])
+        assert relative_change(model(x), before) <= bfloat16
+        dyrep.cut_(model, "0")
+        assert relative_change(model(x), before) <= bfloat16
+
+
+def test_training_step_under_autocast_after_expansion_gives_finite_gradients_to_every_parameter():
+    model = conv_bn_net()
+    dyrep.expand_(model, ["0", "3"], calibration=images(2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(images(1)[0]).square().mean()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(torch.isfinite(parameter.grad).all()), name
+        assert parameter.grad.dtype == torch.float32
+
+
+def test_compiled_model_is_expanded_and_cut_through_the_wrapper():
+    torch.compiler.reset()
+    model, x = conv_bn_net().eval(), images(1)[0]
+    compiled = torch.compile(model, backend="aot_eager")
+    before = compiled(x).detach()
+    dyrep.expand_(compiled, "3", ["1x1", "residual"], gamma=0.5, calibration=images(2))
+    assert isinstance(model[3], dyrep.RepConv2d)
+    assert relative_change(compiled(x), before) <= 1e-5
+    with torch.no_grad():
+        model[3].branches["1x1"].conv.weight.mul_(2)
+    assert relative_change(compiled(x), before) > 1e-2
+    assert relative_change(compiled(x), model(x)) <= 1e-5
+    dyrep.cut_(compiled, "3")
+    assert relative_change(compiled(x), model(x)) <= 1e-5
+    plain = dyrep.deploy(compiled)
+    assert type(plain) is nn.Sequential
+
+
+def test_compiled_model_is_still_compiled_after_many_edits():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    model, x = nn.Sequential(conv()).eval(), torch.randn(2, 8, 8, 8)
+    compiled = torch.compile(model, backend=backend)
+    before = compiled(x)
+    for _ in range(6):
+        for edit in (dyrep.expand_, dyrep.cut_):
+            seen = len(graphs)
+            edit(compiled, "0", ["1x1"])
+            assert relative_change(compiled(x), before) <= 1e-5
+            assert len(graphs) > seen
+
+
+def test_same_generator_seed_gives_the_same_branches_and_leaves_the_global_generator_alone():
+    model, batches = conv_bn_net(), images(2)
+    twins = [copy.deepcopy(model) for _ in range(3)]
+    state = torch.get_rng_state()
+    for twin, seed in zip(twins, (5, 5, 6), strict=True):
+        generator = torch.Generator().manual_seed(seed)
+        dyrep.expand_(twin, ["0", "3"], calibration=batches, generator=generator, origin_norm="calibrated")
+    assert torch.equal(torch.get_rng_state(), state)
+    first, second, other = (twin.state_dict() for twin in twins)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    key = "3.branches.1x1.conv.weight"
+    assert not torch.equal(first[key], other[key])
+
+
+def test_without_a_generator_the_global_seed_decides():
+    model = conv_bn_net()
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    for twin in (first, second):
+        torch.manual_seed(7)
+        dyrep.expand_(twin, "3")
+    key = "branches.1x1-KxK.point.weight"
+    assert torch.equal(first[3].state_dict()[key], second[3].state_dict()[key])
+    dyrep.cut_(second, "3")
+    dyrep.expand_(second, "3")
+    assert not torch.equal(first[3].state_dict()[key], second[3].state_dict()[key])
+
+
+def branch_weights(block: RepConv) -> list[torch.Tensor]:
+    return [p for p in block.branches.parameters() if p.dim() == 4]
+
+
+def test_channels_last_conv_grows_channels_last_branches():
+    model = conv_bn_net().to(memory_format=torch.channels_last)
+    x = images(1)[0].to(memory_format=torch.channels_last)
+    before = eval_output(model, x)
+    dyrep.expand_(model, "3", calibration=[x])
+    assert branch_weights(model[3])
+    for weight in branch_weights(model[3]):
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert model[3].weight.is_contiguous(memory_format=torch.channels_last)
+    features = eval_output(model[:4], x)
+    assert features.is_contiguous(memory_format=torch.channels_last)
+    assert relative_change(eval_output(model, x), before) <= 1e-5
+    dyrep.cut_(model, "3")
+    assert model[3].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("groups", [1, 8], ids=["dense", "depthwise"])
+def test_contiguous_conv_grows_contiguous_branches(groups):
+    model = nn.Sequential(conv(groups=groups))
+    dyrep.expand_(model, "0")
+    for weight in branch_weights(model[0]):
+        shape = torch.empty(weight.shape)
+        assert weight.stride() == shape.stride()
+
+
+def test_branches_run_in_training_mode_by_their_own_batch_statistics():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False)).double().train()
+    x = torch.randn(4, 4, 8, 8, dtype=torch.float64)
+    dyrep.expand_(model, "0", ["1x1", "residual"], gamma=0.5, calibration=[x])
+    mapped = F.conv2d(x, model[0].branches["1x1"].conv.weight)
+    expected = F.conv2d(x, model[0].weight, padding=1)
+    for branch_output in (mapped, x):
+        deviation = branch_output.var(dim=(0, 2, 3), correction=0, keepdim=True)
+        expected = expected + 0.5 * branch_output / (deviation + 1e-5).sqrt()
+    torch.testing.assert_close(model(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_edits_are_reported_in_order_and_as_json():
+    model = conv_bn_net()
+    made = dyrep.expand_(model, ["3", "0"], ["1xK", "1x1"])
+    assert made == [Edit("expand", "3", ("1xK", "1x1")), Edit("expand", "0", ("1xK", "1x1"))]
+    assert str(made[0]) == "expand 3: +1xK +1x1"
+    (cut,) = dyrep.cut_(model, "3", ["1x1"])
+    assert str(cut) == "cut 3: -1x1"
+    assert json.loads(json.dumps(cut.as_dict())) == {"kind": "cut", "layer": "3", "branches": ["1x1"], "detail": {}}
+
+
+def test_names_may_come_from_a_generator_and_repeat():
+    model = conv_bn_net()
+    x = images(1)[0]
+    before = eval_output(model, x)
+    made = dyrep.expand_(model, (name for name in ("0", "3", "0")), ["1x1"], calibration=[x])
+    assert [edit.layer for edit in made] == ["0", "3"]
+    assert relative_change(eval_output(model, x), before) <= 1e-5

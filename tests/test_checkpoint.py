@@ -1,0 +1,121 @@
+import os
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import dyrep
+from dyrep.errors import CheckpointError
+
+
+def net(channels=6):
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, 3, padding=1),
+    )
+
+
+@pytest.fixture
+def evolved():
+    model = net()
+    dyrep.expand_(model, ["0", "3"], calibration=[torch.randn(4, 3, 8, 8)])
+    dyrep.expand_(model, "3.branches.1x1-KxK.conv", ["1x1", "residual"])
+    dyrep.cut_(model, "0", ["1x1"])
+    return model
+
+
+def test_structure_and_every_tensor_come_back(evolved, tmp_path):
+    path = dyrep.save(evolved, tmp_path / "sub" / "model.safetensors")
+    twin = dyrep.load(path, net())
+    assert dyrep.structure(twin) == dyrep.structure(evolved)
+    ours, theirs = evolved.state_dict(), twin.state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_loading_gives_a_differently_evolved_model_the_structure_of_the_file(evolved, tmp_path):
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    other = net()
+    dyrep.expand_(other, "0", ["1x1", "1x1-AVG"])
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(dyrep.load(path, other).eval()(x), evolved.eval()(x))
+
+
+def test_loading_does_not_draw_random_numbers(evolved, tmp_path):
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    model = net()
+    torch.manual_seed(5)
+    dyrep.load(path, model)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+
+
+def test_shared_modules_and_channels_last_weights_survive(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(4, 4, 3, padding=1)
+            self.second = self.first
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Twice().to(memory_format=torch.channels_last)
+    dyrep.expand_(model, "first", ["1x1", "residual"])
+    x = torch.randn(2, 4, 6, 6)
+    loaded = dyrep.load(dyrep.save(model, tmp_path / "model.safetensors"), Twice())
+    torch.testing.assert_close(loaded.eval()(x), model.eval()(x))
+
+
+def test_a_failed_save_leaves_the_old_file_and_no_litter(evolved, tmp_path, monkeypatch):
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    before = path.read_bytes()
+
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("dyrep.checkpoint.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        dyrep.save(evolved, path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_errors_say_what_is_wrong_with_the_file(evolved, tmp_path):
+    with pytest.raises(CheckpointError, match="no model file at"):
+        dyrep.load(tmp_path / "none.safetensors", net())
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(dyrep.save(evolved, tmp_path / "model.safetensors").read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="not a readable safetensors file"):
+        dyrep.load(damaged, net())
+    foreign = tmp_path / "foreign.safetensors"
+    safetensors.torch.save_file({"0.weight": torch.zeros(1)}, foreign)
+    with pytest.raises(CheckpointError, match=r"not written by dyrep\.save.*prepare_"):
+        dyrep.load(foreign, net())
+
+
+def test_a_file_of_another_architecture_is_refused_and_nothing_changes(evolved, tmp_path):
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    wider = net(channels=8)
+    before = {key: value.clone() for key, value in wider.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"does not fit this model.*size mismatch"):
+        dyrep.load(path, wider)
+    after = wider.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    with pytest.raises(CheckpointError, match="which this model does not have"):
+        dyrep.load(path, nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_extra_state_that_is_no_tensor_is_refused_by_name(tmp_path):
+    class Odd(nn.Conv2d):
+        def get_extra_state(self):
+            return {"a": 1}
+
+    with pytest.raises(CheckpointError, match="'_extra_state' is a dict"):
+        dyrep.save(Odd(1, 1, 1), tmp_path / "model.safetensors")

@@ -1,0 +1,83 @@
+import json
+
+import pytest
+
+from dyrep import DyRepConfig
+from dyrep.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"interval": 0}, r"interval=0: must be a whole number of at least 1"),
+        ({"interval": 2.5}, r"interval=2\.5"),
+        ({"interval": True}, r"interval=True"),
+        ({"unit": "batch"}, r"unit='batch': must be one of epoch, step"),
+        ({"start": -1}, r"start=-1"),
+        ({"stop": 0}, r"stop=0"),
+        ({"score": "magnitude"}, r"score='magnitude': must be one of synflow, snip, grad_norm, invariant, grasp"),
+        ({"cut": "all"}, r"cut='all': must be one of paper, reference, none"),
+        ({"cut_threshold": -0.1}, r"cut_threshold=-0\.1"),
+        ({"cut_threshold": float("nan")}, r"cut_threshold=nan"),
+        ({"gamma": 0}, r"gamma=0: must be a positive number"),
+        ({"gamma": "small"}, r"gamma='small'"),
+        ({"origin_norm": "batch"}, r"origin_norm='batch': must be one of none, calibrated, reference"),
+        ({"branches": ("1x1", "5x5")}, r"'5x5' is unknown; valid are 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1, residual"),
+        ({"branches": ()}, r"branches=\(\)"),
+        ({"branches": "1x1"}, r"branches='1x1'"),
+        ({"include": "backbone.*"}, r"include='backbone\.\*': give a tuple"),
+        ({"exclude": (3,)}, r"exclude=\(3,\)"),
+        ({"macs_limit": 0.5}, r"macs_limit=0\.5"),
+        ({"max_depth": 0}, r"max_depth=0"),
+        ({"top_k": 0}, r"top_k=0"),
+        ({"width": 0}, r"width=0"),
+        ({"drift_tolerance": 0}, r"drift_tolerance=0"),
+        ({"calibration_batches": 0}, r"calibration_batches=0"),
+        ({"seed": -1}, r"seed=-1"),
+        ({"cut": "reference"}, r"cut='reference'.*origin_norm"),
+    ],
+)
+def test_nonsense_is_refused_with_the_value_and_what_is_valid(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        DyRepConfig(**setting)
+
+
+def test_updates_are_due_at_multiples_of_the_interval_but_not_at_the_very_end():
+    config = DyRepConfig(interval=3, total=9)
+    assert [n for n in range(1, 12) if config.is_due(n)] == [3, 6]
+
+
+def test_start_and_stop_bound_the_updates():
+    config = DyRepConfig(interval=2, start=3, stop=8)
+    assert [n for n in range(1, 15) if config.is_due(n)] == [5, 7]
+
+
+def test_paper_preset_is_the_paper():
+    config = DyRepConfig.paper(interval=15)
+    assert (config.score, config.gamma, config.cut, config.cut_threshold) == ("synflow", 0.01, "paper", 0.02)
+    assert (config.calibration_batches, config.top_k, config.max_depth, config.branches) == (20, 1, None, None)
+    assert config.interval == 15
+    assert config == DyRepConfig(interval=15)
+
+
+def test_reference_preset_is_the_published_code():
+    config = DyRepConfig.reference()
+    assert (config.origin_norm, config.cut, config.max_depth) == ("reference", "reference", 2)
+
+
+def test_settings_survive_json():
+    config = DyRepConfig(branches=("1x1", "residual"), include=("backbone.*",), macs_limit=2.0)
+    assert DyRepConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_unknown_settings_are_refused_with_the_list():
+    with pytest.raises(ConfigError, match=r"unknown settings intervall; valid are branches,"):
+        DyRepConfig.from_dict({"intervall": 3})
+
+
+def test_patterns_decide_by_name():
+    config = DyRepConfig(include=("backbone.*",), exclude=("*.downsample.*", "*.branches.*"))
+    assert config.includes("backbone.layer1.0.conv1")
+    assert not config.includes("head.conv")
+    assert not config.includes("backbone.layer2.0.downsample.0")
+    assert config.excludes("backbone.conv1.branches.1x1-KxK.conv")

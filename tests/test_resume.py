@@ -1,0 +1,95 @@
+"""Save, load and continue must equal never having stopped, bit for bit."""
+
+import io
+
+import pytest
+import torch
+
+import dyrep
+from training import make_batches, start, train_epoch
+
+BATCHES = make_batches()
+SETTINGS = {"interval": 2, "cut_threshold": 0.0005, "top_k": 1}
+
+
+def epochs(parts, first, last):
+    model, optimizer, controller = parts
+    kinds = set()
+    for epoch in range(first, last):
+        torch.manual_seed(100 + epoch)
+        train_epoch(model, optimizer, BATCHES)
+        kinds |= {edit.kind for edit in controller.epoch_end(BATCHES)}
+    return kinds
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("stop", [1, 4, 7, 9])
+def test_resuming_equals_never_having_stopped(optimizer, stop):
+    settings = {**SETTINGS, "cut_threshold": 0.0005 if optimizer == "sgd" else 0.0001}
+    whole = start(optimizer=optimizer, **settings)
+    kinds = epochs(whole, 0, 12)
+    assert kinds == {"expand", "cut"}
+
+    before = start(optimizer=optimizer, **settings)
+    epochs(before, 0, stop)
+    saved = through_a_file({"model": before[0].state_dict(), "dyrep": before[2].state_dict()})
+
+    after = start(seed=7, optimizer=optimizer, **settings)
+    after[2].load_state_dict(saved["dyrep"])
+    after[0].load_state_dict(saved["model"])
+    epochs(after, stop, 12)
+
+    assert dyrep.structure(after[0]) == dyrep.structure(whole[0])
+    ours, theirs = after[0].state_dict(), whole[0].state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    states = [dyrep.surgery.optimizer.state_by_name(parts[1], parts[0]) for parts in (after, whole)]
+    assert [group["params"] for group in states[0]["groups"]] == [group["params"] for group in states[1]["groups"]]
+    for name, values in states[1]["state"].items():
+        for key, value in values.items():
+            assert torch.equal(torch.as_tensor(states[0]["state"][name][key]), torch.as_tensor(value)), (name, key)
+
+
+def test_a_state_loads_into_a_controller_that_has_evolved_otherwise():
+    saved = start(**SETTINGS)
+    epochs(saved, 0, 5)
+    state = through_a_file({"model": saved[0].state_dict(), "dyrep": saved[2].state_dict()})
+    other = start(seed=3, score="random", **{**SETTINGS, "interval": 1})
+    epochs(other, 0, 3)
+    other[2].load_state_dict(state["dyrep"])
+    other[0].load_state_dict(state["model"])
+    assert all(torch.equal(value, other[0].state_dict()[key]) for key, value in saved[0].state_dict().items())
+
+
+def test_the_users_own_optimizer_state_dict_loads_after_the_controllers():
+    saved = start(**SETTINGS)
+    epochs(saved, 0, 5)
+    state = through_a_file({"dyrep": saved[2].state_dict(), "optimizer": saved[1].state_dict()})
+    other = start(seed=3, **SETTINGS)
+    other[2].load_state_dict(state["dyrep"])
+    other[1].load_state_dict(state["optimizer"])
+    ours, theirs = (dyrep.surgery.optimizer.state_by_name(parts[1], parts[0])["state"] for parts in (other, saved))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name]["momentum_buffer"], theirs[name]["momentum_buffer"]) for name in theirs)
+
+
+def test_the_event_log_of_a_resumed_run_reads_as_one(tmp_path):
+    first = start(log=tmp_path / "events.jsonl", **SETTINGS)
+    epochs(first, 0, 4)
+    state = first[2].state_dict()
+    epochs(first, 4, 6)
+    second = start(log=tmp_path / "events.jsonl", **SETTINGS)
+    second[2].load_state_dict(state)
+    second[0].load_state_dict(
+        {k: v for k, v in first[0].state_dict().items() if k in second[0].state_dict()}, strict=False
+    )
+    epochs(second, 4, 8)
+    updates = [event["epoch"] for event in dyrep.read_events(tmp_path / "events.jsonl") if event["type"] == "update"]
+    assert updates == [2, 4, 6, 8]
