@@ -30,6 +30,7 @@ picture: demo   # the figure in the README
 
 drift: .venv/.installed   # the table in docs/numerics.md
 	$(BIN)/python benchmarks/drift.py --out results/drift.json
+	$(BIN)/python benchmarks/tables.py
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

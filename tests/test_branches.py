@@ -9,6 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
+from torch import Tensor, nn
+
+from dyrep.branches import BRANCHES, BranchOption, branch_options, folded_conv, make_branch
+from dyrep.errors import BranchError
+from dyrep.geometry import ConvGeometry
 from strategies import (
     CONVS,
     PADDING_MODES,
@@ -19,11 +24,6 @@ from strategies import (
     randomize_norms_,
     relative_error,
 )
-from torch import Tensor, nn
-
-from dyrep.branches import BRANCHES, BranchOption, branch_options, folded_conv, make_branch
-from dyrep.errors import BranchError
-from dyrep.geometry import ConvGeometry
 
 
 def options(conv: nn.Module) -> dict[str, BranchOption]:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import CONVS, PADDING_MODES, conv_cases
 from torch import nn
 
 from dyrep import algebra
 from dyrep.geometry import ConvGeometry, flat
+from strategies import CONVS, PADDING_MODES, conv_cases
 
 CONV = (F.conv1d, F.conv2d, F.conv3d)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -128,7 +126,7 @@ def test_before_another_batch_norm_the_missing_shift_changes_neither_output_nor_
 def test_half_precision_input_keeps_its_dtype_and_is_rounded_like_its_parameters(half, shift, training, parameters):
     x = (torch.randn(8, 3, 16) * 3 + 1).to(half).requires_grad_()
     norm = BranchNorm(3, shift=shift, gamma=0.7, dtype=half if parameters == "half" else torch.float32)
-    exact = BranchNorm(3, shift=shift, gamma=float(norm.weight[0]), dtype=torch.float64)
+    exact = BranchNorm(3, shift=shift, gamma=norm.weight[0].item(), dtype=torch.float64)
     norm.train(training)
     exact.train(training)
     y, expected = norm(x), exact(x.detach().double())
@@ -162,14 +160,16 @@ def test_the_variance_of_a_half_precision_input_far_from_zero_survives(half):
 
 
 @pytest.mark.parametrize("shift", [True, False], ids=["shift", "no shift"])
-def test_gradients_are_right_through_the_batch_statistics(shift):
+def test_first_and_second_gradients_are_right_through_the_batch_statistics(shift):
     norm = BranchNorm(2, shift=shift, dtype=torch.float64)
     parameters = tuple(norm.parameters())
 
     def run(x, *_):
         return norm(x)
 
-    assert torch.autograd.gradcheck(run, (torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True), *parameters))
+    arguments = (torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True), *parameters)
+    assert torch.autograd.gradcheck(run, arguments)
+    assert torch.autograd.gradgradcheck(run, arguments)
 
 
 @every_ndim
@@ -304,7 +304,7 @@ def test_it_is_created_with_the_gamma_dtype_and_device_asked_for():
 def test_defaults_are_those_of_batch_norm():
     ours, theirs = BranchNorm(2, shift=True), nn.BatchNorm2d(2)
     assert (ours.eps, ours.momentum) == (theirs.eps, theirs.momentum)
-    assert math.isclose(float(ours.weight[0]), 1.0)
+    assert torch.equal(ours.weight, theirs.weight)
 
 
 def test_channels_last_stays_channels_last():

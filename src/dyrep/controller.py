@@ -19,6 +19,7 @@ from dyrep.config import DyRepConfig
 from dyrep.errors import CheckpointError, ConfigError, DyRepError, IneligibleLayerError, ScoreNoiseWarning
 from dyrep.events import EventLog
 from dyrep.guard import EditGuard, UpdateData
+from dyrep.norm import BranchNorm
 from dyrep.surgery import ranks
 from dyrep.surgery.costs import Costs, added_macs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
@@ -134,6 +135,8 @@ class DyRep:
         """
         began = time.perf_counter()
         model = bare(self.model)
+        if ranks.distributed(self._distributed):  # what is folded must be the same everywhere
+            ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
         with preserved_randomness(model, batches):
             data = UpdateData(batches, self.config.grasp_batches)
             before = self._costs(model, data)

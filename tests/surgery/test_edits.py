@@ -10,16 +10,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from surgery_helpers import (
-    assert_same_picture,
-    conv_bn_net,
-    eval_output,
-    held_parameters,
-    images,
-    picture,
-    relative_change,
-    train_step,
-)
 from torch import nn
 from torchvision.ops import FrozenBatchNorm2d
 
@@ -30,6 +20,16 @@ from dyrep.errors import BranchError, CalibrationError, ConfigError, OptimizerEr
 from dyrep.geometry import ConvGeometry
 from dyrep.surgery import edits
 from dyrep.surgery.edits import Edit
+from surgery_helpers import (
+    assert_same_picture,
+    conv_bn_net,
+    eval_output,
+    held_parameters,
+    images,
+    picture,
+    relative_change,
+    train_step,
+)
 
 KINDS = ("conv", "conv-BN", "conv-bias", "conv-bias-BN", "grouped", "depthwise")
 

@@ -9,13 +9,13 @@ import pytest
 import timm
 import torch
 import torch.distributed as dist
-from surgery_helpers import assert_same_picture, conv_bn_net, eval_output, images, picture, relative_change
 from timm.layers import Conv2dSame, ScaledStdConv2d, StdConv2d
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import dyrep
 from dyrep.errors import BranchError, IneligibleLayerError, UnknownLayerError, WrappedModelError
+from surgery_helpers import assert_same_picture, conv_bn_net, eval_output, images, picture, relative_change
 
 
 class Doubled(nn.Conv2d):

@@ -68,17 +68,17 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     updates = [event for event in events if event["type"] == "update"]
     unit = "epoch" if any(event["epoch"] for event in updates) else "step"
     born = lives(events)
     layers = sorted({life.layer for life in born}, key=_natural)
-    end = max((event[unit] for event in updates), default=1)
-    end += max(end // 12, 1)
-    rows = [life for layer in layers for life in born if life.layer == layer]
-    height = 1.6 + 0.17 * len(rows) + 0.12 * len(layers)
+    total = next((event["config"]["total"] for event in events if event["type"] == "started"), None)
+    end = total or max((event[unit] for event in updates), default=0) + 1
+    height = 1 + 0.12 * len(born) + 0.1 * len(layers)
     figure, axes = plt.subplots(
-        2, 1, figsize=(8.5, height + 1.5), sharex=True, height_ratios=(height, 1.5), layout="constrained"
+        2, 1, figsize=(8.5, height + 1.2), sharex=True, height_ratios=(height, 1.2), layout="constrained"
     )
     top, bottom = axes
     y, ticks = 0.0, []
@@ -93,7 +93,7 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
         ticks.append(((first + y - 1) / 2, layer))
         y += 0.7
     top.set_yticks([place for place, _ in ticks], [_short(layer) for _, layer in ticks], fontsize=8)
-    top.invert_yaxis()
+    top.set_ylim(y - 0.2, -1)
     top.set_title("Branches over time (× absorbed again)", loc="left", fontsize=10)
     used = [branch for branch in BRANCHES if any(life.branch == branch for life in born)]
     handles = [Patch(color=COLOURS[branch], label=branch) for branch in used]
@@ -109,6 +109,7 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     bottom.set_ylim(bottom=0)
     bottom.set_xlim(0, end)
     bottom.set_xlabel(unit)
+    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
     for axis in axes:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
@@ -119,7 +120,7 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
 
 
 def _short(layer: str) -> str:
-    return layer.replace(".branches.1x1-KxK.conv", " › 1x1-KxK")
+    return layer.replace(".branches.1x1-KxK.conv", " > 1x1-KxK")
 
 
 def _natural(layer: str) -> list[tuple[int, str]]:

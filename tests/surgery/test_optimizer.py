@@ -1,0 +1,526 @@
+"""The optimizer follows every edit: survivors keep their state, newcomers join the right group, names keep step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dyrep
+from dyrep.errors import OptimizerError
+from dyrep.norm import BranchNorm
+from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
+from surgery_helpers import assert_same_picture, conv_bn_net, held_parameters, images, picture, train_step
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "SGD tensor lr": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.01), momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-3),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}
+
+
+def trained(make, model: nn.Module | None = None, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = conv_bn_net() if model is None else model
+    optimizer = make(model.parameters())
+    for batch in images(steps):
+        train_step(model, optimizer, batch)
+    return model, optimizer
+
+
+def state_objects(optimizer: torch.optim.Optimizer) -> dict:
+    return {p: (id(state), {k: id(v) for k, v in state.items()}) for p, state in optimizer.state.items()}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_survivors_keep_their_state_and_steps_work_after_expansion_and_cut(kind):
+    model, optimizer = trained(OPTIMIZERS[kind])
+    old, before, x = set(model.parameters()), state_objects(optimizer), images(1)[0]
+    copies = {p: {k: v.clone() for k, v in optimizer.state[p].items() if torch.is_tensor(v)} for p in old}
+    assert set(before) == old
+
+    dyrep.expand_(model, ["0", "3"], calibration=[x], optimizer=optimizer)
+    after = state_objects(optimizer)
+    for parameter in old:
+        assert after[parameter] == before[parameter]
+        for key, value in copies[parameter].items():
+            assert torch.equal(optimizer.state[parameter][key], value)
+    assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
+
+    new = {p: p.detach().clone() for p in model.parameters() if p not in old}
+    assert new
+    for _ in range(2):
+        assert train_step(model, optimizer, x) == pytest.approx(1, abs=1)
+    for parameter, value in new.items():
+        assert not torch.equal(parameter, value)
+        assert set(optimizer.state[parameter]) == set(optimizer.state[model[3].weight])
+
+    doomed = list(model[3].branches["1x1-KxK"].parameters()) + list(model[3].branches["1xK"].parameters())
+    kept = state_objects(optimizer)
+    dyrep.cut_(model, "3", ["1x1-KxK", "1xK"], optimizer=optimizer)
+    for parameter in doomed:
+        assert parameter not in optimizer.state
+        assert id(parameter) not in held_parameters(optimizer)
+    assert state_objects(optimizer) == {p: ids for p, ids in kept.items() if not any(p is d for d in doomed)}
+    train_step(model, optimizer, x)
+    dyrep.cut_(model, ["0", "3"], optimizer=optimizer)
+    assert set(optimizer.state) == old
+    assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
+    weight = model[3].weight.detach().clone()
+    train_step(model, optimizer, x)
+    assert not torch.equal(model[3].weight, weight)
+
+
+def test_lbfgs_steps_with_a_closure_after_expansion_and_cut_and_drops_its_flat_history():
+    model = conv_bn_net().eval()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    x = images(1)[0]
+    train_step(model, optimizer, x)
+    assert optimizer.state
+    for edit in (
+        lambda: dyrep.expand_(model, "3", calibration=[x], optimizer=optimizer),
+        lambda: dyrep.cut_(model, "3", ["1x1"], optimizer=optimizer),
+        lambda: dyrep.cut_(model, "3", optimizer=optimizer),
+    ):
+        edit()
+        assert not optimizer.state
+        weight = model[3].weight.detach().clone()
+        first = train_step(model, optimizer, x)
+        assert train_step(model, optimizer, x) < first
+        assert not torch.equal(model[3].weight, weight)
+
+
+def test_new_adagrad_parameters_start_from_the_groups_accumulator():
+    model = conv_bn_net()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25)
+    dyrep.expand_(model, "3", ["1x1"], optimizer=optimizer)
+    for parameter in model[3].branches.parameters():
+        assert torch.equal(optimizer.state[parameter]["sum"], torch.full_like(parameter, 0.25))
+        assert float(optimizer.state[parameter]["step"]) == 0
+
+
+def names_in(model: nn.Module, group: dict) -> list[str]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in group["params"]]
+
+
+def decay_groups(model: nn.Module) -> list[dict]:
+    kernels = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": kernels, "weight_decay": 1e-3}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def test_kernels_follow_the_origin_and_scales_follow_the_norm_after_it():
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
+    dyrep.expand_(model, "3", ["1x1", "1x1-KxK", "residual"], optimizer=optimizer, origin_norm="reference")
+    branches = "3.branches"
+    assert names_in(model, optimizer.param_groups[0]) == [
+        "0.weight",
+        "3.weight",
+        f"{branches}.1x1.conv.weight",
+        f"{branches}.1x1-KxK.point.weight",
+        f"{branches}.1x1-KxK.conv.weight",
+        "8.weight",
+    ]
+    assert names_in(model, optimizer.param_groups[1]) == [
+        "1.weight",
+        "1.bias",
+        "4.weight",
+        f"{branches}.1x1.norm.weight",
+        f"{branches}.1x1-KxK.norm.weight",
+        f"{branches}.1x1-KxK.inner_norm.weight",
+        f"{branches}.residual.norm.weight",
+        "3.origin_norm.weight",
+        "4.bias",
+        "8.bias",
+    ]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-3, 0.0]
+
+
+def test_shifts_of_a_conv_with_bias_join_the_norms_group():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6))
+    optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
+    dyrep.expand_(model, "3", optimizer=optimizer)
+    norms = {id(p) for m in model.modules() if isinstance(m, BranchNorm) for p in m.parameters()}
+    assert any("bias" in name for name, _ in model[3].branches.named_parameters())
+    second = {id(p) for p in optimizer.param_groups[1]["params"]}
+    assert norms <= second
+    assert all(p.dim() == 4 or p.dim() == 2 for p in optimizer.param_groups[0]["params"])
+
+
+def test_nested_expansion_keeps_kernels_and_scales_apart():
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
+    dyrep.expand_(model, "3", ["1x1-KxK"], optimizer=optimizer)
+    dyrep.expand_(model, "3.branches.1x1-KxK.conv", ["1x1"], optimizer=optimizer)
+    assert names_in(model, optimizer.param_groups[0])[1:5] == [
+        "3.weight",
+        "3.branches.1x1-KxK.point.weight",
+        "3.branches.1x1-KxK.conv.weight",
+        "3.branches.1x1-KxK.conv.branches.1x1.conv.weight",
+    ]
+    assert "3.branches.1x1-KxK.conv.branches.1x1.norm.weight" in names_in(model, optimizer.param_groups[1])
+
+
+def test_without_norms_everything_joins_the_group_of_the_conv():
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3))
+    optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
+    dyrep.expand_(model, "2", ["1x1"], optimizer=optimizer)
+    assert names_in(model, optimizer.param_groups[0]) == [
+        "0.weight",
+        "2.weight",
+        "2.branches.1x1.conv.weight",
+        "2.branches.1x1.norm.weight",
+        "2.branches.1x1.norm.bias",
+    ]
+    assert names_in(model, optimizer.param_groups[1]) == ["0.bias", "2.bias"]
+
+
+def test_layer_wise_groups_take_the_branches_of_their_own_layer():
+    model = conv_bn_net()
+    layers = {"0": [*model[0].parameters(), *model[1].parameters()], "3": [*model[3].parameters()]}
+    layers["3"] += model[4].parameters()
+    optimizer = torch.optim.SGD(
+        [
+            {"params": layers["0"], "lr": 0.01},
+            {"params": layers["3"], "lr": 0.02},
+            {"params": model[8].parameters(), "lr": 0.04},
+        ]
+    )
+    dyrep.expand_(model, ["0", "3"], ["1x1", "1x1-AVG"], optimizer=optimizer)
+    first, second, head = (names_in(model, group) for group in optimizer.param_groups)
+    assert first[0] == "0.weight"
+    assert second[0] == "3.weight"
+    assert len(first) == len(second) == 7
+    assert {name.split(".")[0] for name in first} == {"0", "1"}
+    assert {name.split(".")[0] for name in second} == {"3", "4"}
+    assert head == ["8.weight", "8.bias"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.02, 0.04]
+
+
+def test_layer_wise_groups_take_the_scales_of_layers_that_begin_with_their_norm():
+    model = nn.Sequential(*(nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3)) for _ in range(2)))
+    optimizer = torch.optim.SGD([{"params": layer.parameters(), "lr": 0.1 * (i + 1)} for i, layer in enumerate(model)])
+    dyrep.expand_(model, "0.2", ["1x1"], optimizer=optimizer)
+    assert all(name.startswith("0.") for name in names_in(model, optimizer.param_groups[0]))
+    assert all(name.startswith("1.") for name in names_in(model, optimizer.param_groups[1]))
+
+
+def test_group_that_holds_only_some_layers_is_not_given_the_others():
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD([model[3].weight], lr=0.1)
+    dyrep.expand_(model, "3", ["1x1"], optimizer=optimizer)
+    assert names_in(model, optimizer.param_groups[0]) == [
+        "3.weight",
+        "3.branches.1x1.conv.weight",
+        "3.branches.1x1.norm.weight",
+    ]
+
+
+def test_param_names_keep_step_with_params_through_expansions_and_cuts():
+    model = conv_bn_net()
+    named = [(f"backbone.{name}", p) for name, p in model.named_parameters()]
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [(n, p) for n, p in named if p.dim() > 1], "weight_decay": 1e-3},
+            {"params": [(n, p) for n, p in named if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    )
+
+    def assert_in_step():
+        for group in optimizer.param_groups:
+            assert group["param_names"] == [f"backbone.{name}" for name in names_in(model, group)]
+
+    dyrep.expand_(model, ["3", "0"], optimizer=optimizer, origin_norm="reference")
+    assert_in_step()
+    dyrep.expand_(model, "3.branches.1x1-KxK.conv", ["1x1"], optimizer=optimizer)
+    assert_in_step()
+    dyrep.cut_(model, "3", ["1x1", "1x1-KxK"], optimizer=optimizer)
+    assert_in_step()
+    dyrep.cut_(model, ["0", "3"], optimizer=optimizer)
+    assert_in_step()
+    assert [n for group in optimizer.param_groups for n in group["param_names"]] == sorted(
+        (n for n, _ in named), key=lambda n: (dict(named)[n].dim() <= 1, [m for m, _ in named].index(n))
+    )
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda t: 0.9**t, lambda t: 1 / (1 + t)]),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[0.1, 0.2], total_steps=12),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=12),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=8),
+        ],
+        milestones=[3],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_scheduler_gives_the_same_rates_with_and_without_edits(kind):
+    def run(edit: bool) -> list[list[tuple[float, float]]]:
+        torch.manual_seed(0)
+        model = conv_bn_net()
+        optimizer = torch.optim.SGD(decay_groups(model), lr=0.05, momentum=0.9)
+        scheduler, seen = SCHEDULERS[kind](optimizer), []
+        for step in range(10):
+            if edit and step == 3:
+                dyrep.expand_(model, ["0", "3"], calibration=images(1), optimizer=optimizer)
+            if edit and step == 6:
+                dyrep.cut_(model, "3", optimizer=optimizer)
+            train_step(model, optimizer, images(1)[0])
+            scheduler.step()
+            seen.append([(group["lr"], group["momentum"]) for group in optimizer.param_groups])
+        return seen
+
+    assert run(edit=True) == run(edit=False)
+
+
+def test_conv_outside_the_optimizer_is_refused_with_the_ways_out():
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD(model[8].parameters(), lr=0.1)
+    before = picture(model, optimizer)
+    with pytest.raises(
+        OptimizerError,
+        match=r"the weight of layer '3' is not in the optimizer, so its branches would not be trained: "
+        r"add it to a parameter group, leave the layer out, or pass optimizer=None",
+    ):
+        dyrep.expand_(model, "3", optimizer=optimizer)
+    assert_same_picture(picture(model, optimizer), before)
+
+
+class Wrapper:
+    """Looks like an optimizer from outside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+
+
+@pytest.mark.parametrize("operate", [dyrep.expand_, dyrep.cut_])
+def test_anything_but_a_torch_optimizer_is_refused_by_its_type(operate):
+    model = conv_bn_net()
+    real = torch.optim.SGD(model.parameters(), lr=0.1)
+    dyrep.expand_(model, "3", ["1x1"], optimizer=real)
+    before = picture(model)
+    for optimizer in (Wrapper(real), object()):
+        with pytest.raises(
+            OptimizerError,
+            match=rf"{type(optimizer).__name__} is not a torch\.optim\.Optimizer; pass the optimizer itself",
+        ):
+            operate(model, "3", optimizer=optimizer)
+        assert_same_picture(picture(model), before)
+
+
+def evolved(make, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module]:
+    """A model trained through an expansion and a cut, its optimizer, and the plain model it came from."""
+    model = conv_bn_net(dtype)
+    plain = copy.deepcopy(model)
+    optimizer = make(decay_groups(model))
+    batches = images(5, dtype=dtype)
+    train_step(model, optimizer, batches[0])
+    dyrep.expand_(model, ["0", "3"], calibration=batches, optimizer=optimizer, origin_norm="calibrated")
+    train_step(model, optimizer, batches[1])
+    dyrep.cut_(model, "3", ["1x1", "1x1-KxK"], optimizer=optimizer)
+    train_step(model, optimizer, batches[2])
+    optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] * 0.5
+    return model, optimizer, plain
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_saved_by_name_is_restored_exactly_into_an_optimizer_of_another_order(kind, tmp_path):
+    model, optimizer, plain = evolved(OPTIMIZERS[kind])
+    torch.save(state_by_name(optimizer, model), tmp_path / "optimizer.pt")
+    twin = dyrep.restructure_(plain, dyrep.structure(model))
+    twin.load_state_dict(model.state_dict(), strict=True)
+    everything = list(twin.parameters())[::-1]
+    other = OPTIMIZERS[kind]([{"params": everything[::2]}, {"params": everything[1::2]}])
+    load_state_by_name_(other, twin, torch.load(tmp_path / "optimizer.pt", weights_only=True))
+
+    assert len(other.param_groups) == 2
+    for ours, theirs in zip(other.param_groups, optimizer.param_groups, strict=True):
+        assert names_in(twin, ours) == names_in(model, theirs)
+        assert {k: v for k, v in ours.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    theirs = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        state, expected = other.state[parameter], optimizer.state[theirs[name]]
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            if torch.is_tensor(value):
+                assert state[key] is not value
+                assert state[key].dtype == value.dtype
+                assert torch.equal(state[key], value), f"{name} {key}"
+            else:
+                assert state[key] == value
+
+    for batch in images(3):
+        assert train_step(twin, other, batch) == train_step(model, optimizer, batch)
+    for name, parameter in twin.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD", "Adam"])
+def test_scalar_state_of_a_double_precision_model_keeps_its_dtype_and_trajectory(kind):
+    model, optimizer, plain = evolved(OPTIMIZERS[kind], torch.float64)
+    twin = dyrep.restructure_(plain, dyrep.structure(model))
+    twin.load_state_dict(model.state_dict(), strict=True)
+    other = OPTIMIZERS[kind](decay_groups(twin))
+    load_state_by_name_(other, twin, state_by_name(optimizer, model))
+    theirs = dict(model.named_parameters())
+    for name, parameter in twin.named_parameters():
+        expected = optimizer.state[theirs[name]]
+        for key, value in other.state[parameter].items():
+            assert value.dtype == expected[key].dtype, f"{name} {key}"
+    for batch in images(2, dtype=torch.float64):
+        assert train_step(twin, other, batch) == train_step(model, optimizer, batch)
+
+
+def test_lbfgs_state_saved_by_name_continues_the_same_trajectory(tmp_path):
+    model = conv_bn_net(torch.float64).eval()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    x = images(1, dtype=torch.float64)[0]
+    dyrep.expand_(model, "3", calibration=[x], optimizer=optimizer)
+    train_step(model, optimizer, x)
+    torch.save(state_by_name(optimizer, model), tmp_path / "optimizer.pt")
+    twin = dyrep.restructure_(plain, dyrep.structure(model))
+    twin.load_state_dict(model.state_dict(), strict=True)
+    other = torch.optim.LBFGS(list(twin.parameters())[::-1], lr=0.1, max_iter=3)
+    load_state_by_name_(other, twin, torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    for _ in range(2):
+        assert train_step(twin, other, x) == train_step(model, optimizer, x)
+
+
+def test_param_names_of_the_target_follow_the_saved_order():
+    model = conv_bn_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD([(f"net/{n}", p) for n, p in reversed(list(model.named_parameters()))], lr=0.2)
+    load_state_by_name_(other, model, state_by_name(optimizer, model))
+    assert other.param_groups[0]["param_names"] == [f"net/{name}" for name, _ in model.named_parameters()]
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
+    model, optimizer, plain = evolved(OPTIMIZERS["SGD"])
+    saved = state_by_name(optimizer, model)
+    target = OPTIMIZERS["SGD"](decay_groups(plain))
+    train_step(plain, target, images(1)[0])
+    before = picture(plain, target)
+    with pytest.raises(
+        OptimizerError, match=r"2 groups saved, 2 here; not in this optimizer: \['0\.branches\.1x1\.conv"
+    ) as e:
+        load_state_by_name_(target, plain, saved)
+    assert "not in the file: none" in str(e.value)
+    with pytest.raises(OptimizerError, match=r"not in this optimizer: none; not in the file: \['0\.branches"):
+        load_state_by_name_(optimizer, model, state_by_name(target, plain))
+    one = OPTIMIZERS["SGD"](plain.parameters())
+    with pytest.raises(OptimizerError, match="1 groups saved, 2 here"):
+        load_state_by_name_(target, plain, state_by_name(one, plain))
+    with pytest.raises(OptimizerError, match="optimizer state of format 99; this version reads 1"):
+        load_state_by_name_(target, plain, {**state_by_name(target, plain), "format": 99})
+    assert_same_picture(picture(plain, target), before)
+
+
+def test_parameters_outside_the_model_survive_edits_and_the_round_trip():
+    model, margin = conv_bn_net(), nn.Parameter(torch.tensor([2.0]))
+    optimizer = torch.optim.SGD([*model.parameters(), margin], lr=0.1, momentum=0.9)
+
+    def step(model, optimizer, margin):
+        optimizer.zero_grad()
+        (margin * model(images_fixed()).square().mean()).sum().backward()
+        optimizer.step()
+
+    step(model, optimizer, margin)
+    dyrep.expand_(model, "3", ["1x1"], optimizer=optimizer)
+    step(model, optimizer, margin)
+    saved = state_by_name(optimizer, model)
+    assert saved["groups"][0]["params"][-1] == "(outside the model) 0"
+    twin, twin_margin = copy.deepcopy(model), nn.Parameter(margin.detach().clone())
+    other = torch.optim.SGD([twin_margin, *twin.parameters()], lr=0.3, momentum=0.9)
+    load_state_by_name_(other, twin, saved)
+    buffer = optimizer.state[margin]["momentum_buffer"]
+    assert torch.equal(other.state[twin_margin]["momentum_buffer"], buffer)
+    step(model, optimizer, margin)
+    step(twin, other, twin_margin)
+    assert torch.equal(margin, twin_margin)
+    for parameter, expected in zip(twin.parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
+
+
+def images_fixed() -> torch.Tensor:
+    return torch.linspace(-2, 2, 4 * 3 * 64).reshape(4, 3, 8, 8).cos()
+
+
+def freeze_branches_(block: nn.Module) -> None:
+    block.branches.eval()
+    block.branches.requires_grad_(False)
+
+
+def trajectory(bias: bool, **options):
+    """The folded kernel and bias after one more step, of an expanded model and of its plain twin, and ΣF_j, Σb_j."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, padding=1, bias=bias),
+        nn.ReLU(),
+        nn.Conv2d(4, 2, 1),
+    ).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+    batches = images(6, dtype=torch.float64)
+    for batch in batches[:3]:
+        train_step(model, optimizer, batch)
+    twin = copy.deepcopy(model)
+    plain_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, **options)
+    load_state_by_name_(plain_optimizer, twin, state_by_name(optimizer, model))
+    dyrep.expand_(model, "3", gamma=0.5, calibration=batches, optimizer=optimizer)
+    freeze_branches_(model[3])
+    added = [branch.folded(torch.float64) for branch in model[3].branches.values()]
+    train_step(model, optimizer, batches[4])
+    train_step(twin, plain_optimizer, batches[4])
+    kernel, shift = model[3].folded()
+    sums = sum(k for k, _ in added).detach(), sum(b for _, b in added).detach() if bias else None
+    return (kernel.detach(), None if shift is None else shift.detach()), (twin[3].weight, twin[3].bias), sums
+
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "momentum"])
+def test_step_with_frozen_branches_equals_the_plain_models_step(bias, nesterov):
+    (kernel, shift), (plain_kernel, plain_shift), (added, _) = trajectory(bias, nesterov=nesterov)
+    assert added.abs().max() > 0.01
+    torch.testing.assert_close(kernel, plain_kernel.detach(), **EXACT)
+    if bias:
+        torch.testing.assert_close(shift, plain_shift.detach(), **EXACT)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize(("nesterov", "factor"), [(True, 1.9), (False, 1.0)], ids=["nesterov", "momentum"])
+def test_weight_decay_misses_exactly_what_the_branches_hold(bias, nesterov, factor):
+    decay = 0.05
+    (kernel, shift), (plain_kernel, plain_shift), sums = trajectory(bias, nesterov=nesterov, weight_decay=decay)
+    term = 0.1 * decay * factor
+    torch.testing.assert_close(kernel - plain_kernel.detach(), term * sums[0], **EXACT)
+    assert (term * sums[0]).abs().max() > 1e-4
+    if bias:
+        torch.testing.assert_close(shift - plain_shift.detach(), term * sums[1], **EXACT)
