@@ -383,3 +383,35 @@ def test_refusals_name_the_reason_and_the_remedy():
         DyRep(nn.DataParallel(model), optimizer)
     with pytest.raises(CheckpointError, match="not a DyRep state"):
         DyRep(model, optimizer).load_state_dict({"epoch": 3})
+
+
+@pytest.mark.parametrize("kind", ["averaged", "timm", "copy"])
+def test_a_moving_average_follows_every_edit_and_keeps_its_own_function(kind):
+    model = make_net()
+    if kind == "averaged":
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        follow, inner = average.update_parameters, average.module
+    elif kind == "timm":
+        average = pytest.importorskip("timm.utils").ModelEmaV3(model, decay=0.5)
+        follow, inner = average.update, average.module
+    else:
+        average = inner = copy.deepcopy(model)
+
+        def follow(source):
+            for ours, theirs in zip(average.state_dict().values(), source.state_dict().values(), strict=True):
+                ours.copy_((ours + theirs) / 2)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = DyRepConfig(interval=1, score="snip", calibration_batches=2, cut_threshold=0.0005)
+    controller = DyRep(model, optimizer, config, ema=average)
+    kinds = set()
+    for _ in range(5):
+        train_epoch(model, optimizer, BATCHES)
+        with torch.no_grad():
+            follow(model)
+        before = inner.eval()(BATCHES[0][0])
+        kinds |= {edit.kind for edit in controller.epoch_end(BATCHES)}
+        torch.testing.assert_close(inner(BATCHES[0][0]), before, rtol=1e-5, atol=1e-5)
+        assert list(inner.state_dict()) == list(model.state_dict())
+    assert kinds == {"expand", "cut"}
+    assert dyrep.verify(inner, dyrep.deploy(inner), BATCHES[0]).passed

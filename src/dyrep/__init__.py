@@ -12,7 +12,7 @@ from dyrep.scoring import SCORES
 from dyrep.surgery.costs import Costs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_, sync_norms_
 from dyrep.surgery.folding import FoldReport, deploy, verify
-from dyrep.surgery.structure import prepare_, restructure_, structure
+from dyrep.surgery.structure import follow_, prepare_, restructure_, structure
 from dyrep.surgery.targets import Target, targets
 
 __version__ = "0.1.0"
@@ -35,6 +35,7 @@ __all__ = [
     "cut_",
     "deploy",
     "expand_",
+    "follow_",
     "load",
     "prepare_",
     "read_events",

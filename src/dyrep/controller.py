@@ -26,7 +26,7 @@ from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import check_optimizer, load_state_by_name_, locate, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, preserved_randomness
-from dyrep.surgery.structure import restructure_, structure
+from dyrep.surgery.structure import follow_, restructure_, structure
 from dyrep.surgery.targets import Target, targets
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
 
@@ -46,6 +46,8 @@ class DyRep:
         forward: ``forward(model, batch)`` to run the model where a batch is not a tensor, a tuple that begins with the
             input, or a dict of arguments.
         loss: ``loss(model, batch)``, for the scores ``"grasp"`` and ``"vote"``.
+        ema: a moving average of the model (`torch.optim.swa_utils.AveragedModel`, timm's, or a plain copy), or several;
+            every change of structure is made to it too, see `dyrep.follow_`.
         wrap: called with the bare model after every change of structure; returns the model to train, which is then
             `model`. Without it a DistributedDataParallel wrapper is initialised again in place.
         log: file for the event log (JSON lines).
@@ -78,6 +80,7 @@ class DyRep:
         *,
         forward: Forward | None = None,
         loss: scoring.Loss | None = None,
+        ema: nn.Module | Iterable[nn.Module] = (),
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         log: str | os.PathLike[str] | None = None,
         distributed: bool | None = None,
@@ -92,6 +95,7 @@ class DyRep:
         self.updates = 0
         self._forward = forward
         self._loss = loss
+        self._averages = [ema] if isinstance(ema, nn.Module) else list(ema)
         self._wrap = wrap
         self._distributed = distributed
         self._plain_macs: int | None = None
@@ -158,7 +162,7 @@ class DyRep:
             after = self._costs(model, data)
         done = [_explained(edit, scores, importances) for edit in guard.done]
         if done:
-            self._rewrap(model)
+            self._spread(model)
         self._scorer.watch(self._operations())
         self.updates += 1
         self._log.write(
@@ -218,7 +222,7 @@ class DyRep:
         model = bare(self.model)
         restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
         load_state_by_name_(self.optimizer, model, state["optimizer"])
-        self._rewrap(model)
+        self._spread(model)
         self._scorer.watch(self._operations())
         self._scorer.load_state_dict(state["scorer"])
         counters = state["counters"]
@@ -377,7 +381,10 @@ class DyRep:
             distributed=self._distributed,
         )
 
-    def _rewrap(self, model: nn.Module) -> None:
+    def _spread(self, model: nn.Module) -> None:
+        """Let everything that depends on the set of parameters follow a change of structure."""
+        for average in self._averages:
+            follow_(average, model)
         if self._wrap is not None:
             self.model = self._wrap(model)
             return

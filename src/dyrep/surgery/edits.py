@@ -150,7 +150,7 @@ def expand_(
             if relative_gamma:
                 _scale_gamma_(grown[name], norms[name])
             norm = _fresh_origin_norm(norms[name], origin_norm)
-            _attach_(conv, grown[name], norm)
+            attach_(conv, grown[name], norm)
         synchronization = _sync_group(model)
         for name, conv in convs.items():
             added: dict[str, nn.Module] = {f"branches.{key}": branch for key, branch in grown[name].items()}
@@ -324,7 +324,7 @@ def _scale_gamma_(branches: dict[str, Branch], norm: BranchNorm) -> None:
 
 
 @torch.no_grad()
-def _attach_(conv: nn.Module, branches: dict[str, Branch], norm: BranchNorm | None) -> None:
+def attach_(conv: nn.Module, branches: Mapping[str, Branch], norm: BranchNorm | None) -> None:
     """Add branches (and a norm on the origin, if it has none) and take what they compute out of the origin."""
     block = as_block_(conv)
     dtype = algebra.exact_dtype(block.weight)

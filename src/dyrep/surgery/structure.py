@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from dyrep.block import RepConv, as_block_
 from dyrep.branches import BRANCHES, PointwiseKernelBranch
 from dyrep.errors import StructureError
-from dyrep.surgery.edits import cut_, expand_
+from dyrep.surgery.edits import attach_, cut_, expand_
 from dyrep.surgery.targets import is_inside, targets
 from dyrep.surgery.wrappers import bare, unwrap
 
@@ -78,7 +79,7 @@ def restructure_(
             cut_(model, name, optimizer=optimizer)
     for name in sorted(blocks, key=len):
         spec, block = blocks[name], model.get_submodule(name)
-        has = list(block.branches) if isinstance(block, RepConv) else []
+        has = _branch_names(block)
         surplus = [branch for branch in has if branch not in spec["branches"]]
         missing = [branch for branch in spec["branches"] if branch not in has]
         if missing:
@@ -96,9 +97,47 @@ def restructure_(
         if surplus:
             cut_(model, name, surplus, optimizer=optimizer)
         assert isinstance(block, RepConv)
-        by_name = block.branch_modules()  # in the order of the file, which is the order of the parameters
-        block.branches = nn.ModuleDict({branch: by_name[branch] for branch in spec["branches"]})
+        reorder_(block, spec["branches"])
     return model
+
+
+@torch.no_grad()
+def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
+    """Give a copy of a model, such as an exponential moving average, the structure the model has now.
+
+    Branches the copy lacks are copied from the model and taken out of the copy's own kernels, so the copy's function
+    stays what it was; branches the model no longer has are absorbed. Afterwards both have the same parameters in the
+    same order, as averaging them needs.
+
+    Args:
+        copy_of_model: the copy, changed in place; wrappers that keep it as ``.module`` are looked through.
+        model: the model it is a copy of.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> average = torch.optim.swa_utils.AveragedModel(model)
+        >>> _ = expand_(model, "0", ["1x1", "residual"])
+        >>> structure(follow_(average, model).module) == structure(model)
+        True
+    """
+    inner, source = bare(getattr(copy_of_model, "module", copy_of_model)), bare(model)
+    for name in sorted(structure(inner)["blocks"], key=len, reverse=True):
+        ours, theirs = inner.get_submodule(name), _find(source, name)
+        assert isinstance(ours, RepConv)
+        surplus = [branch for branch in ours.branches if branch not in _branch_names(theirs)]
+        if surplus:
+            cut_(inner, name, surplus)
+    for name in sorted(structure(source)["blocks"], key=len):
+        theirs, ours = source.get_submodule(name), inner.get_submodule(name)
+        assert isinstance(theirs, RepConv)
+        has = _branch_names(ours)
+        missing = {b: copy.deepcopy(m) for b, m in theirs.branch_modules().items() if b not in has}
+        if missing:
+            attach_(ours, missing, copy.deepcopy(theirs.origin_norm))
+        assert isinstance(ours, RepConv)
+        reorder_(ours, list(theirs.branches))
+        ours.branches.requires_grad_(ours.weight.requires_grad).train(ours.training)
+    return copy_of_model
 
 
 def prepare_(model: nn.Module) -> nn.Module:
@@ -145,13 +184,28 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str,
     return blocks
 
 
-def _require_layer(model: nn.Module, name: str) -> None:
+def reorder_(block: RepConv, order: Sequence[str]) -> None:
+    """Put branches in a given order, which is the order of the model's parameters."""
+    by_name = block.branch_modules()
+    block.branches = nn.ModuleDict({branch: by_name[branch] for branch in order})
+
+
+def _branch_names(module: nn.Module | None) -> list[str]:
+    return list(module.branches) if isinstance(module, RepConv) else []
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
     try:
-        model.get_submodule(name)
+        return model.get_submodule(name)
     except AttributeError:
+        return None
+
+
+def _require_layer(model: nn.Module, name: str) -> None:
+    if _find(model, name) is None:
         raise StructureError(
             f"the structure names layer {name!r}, which this model does not have: is it the same architecture?"
-        ) from None
+        )
 
 
 def _differs(block: nn.Module, spec: Mapping[str, Any] | None) -> bool:
