@@ -13,9 +13,9 @@ BATCHES = [(images.cuda(), labels.cuda()) for images, labels in make_batches()] 
 
 
 @pytest.fixture(autouse=True)
-def _exact_convolutions(monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def _exact_convolutions():
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 def eval_output(model):

@@ -8,9 +8,10 @@ from dyrep.config import DyRepConfig
 from dyrep.controller import DyRep
 from dyrep.errors import DyRepError
 from dyrep.events import read_events
+from dyrep.norm import sync_norms_
 from dyrep.scoring import SCORES
 from dyrep.surgery.costs import Costs, costs
-from dyrep.surgery.edits import Edit, cut_, expand_, sync_norms_
+from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import FoldReport, deploy, verify
 from dyrep.surgery.structure import follow_, prepare_, restructure_, structure
 from dyrep.surgery.targets import Target, targets

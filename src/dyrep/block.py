@@ -19,7 +19,7 @@ from dyrep import algebra
 from dyrep.branches import BRANCHES, Branch, make_branch
 from dyrep.errors import IneligibleLayerError
 from dyrep.geometry import ConvGeometry, ConvNd
-from dyrep.norm import BranchNorm
+from dyrep.norm import BranchNorm, sync_norms_
 
 if TYPE_CHECKING:
     _Base = nn.Conv2d
@@ -36,11 +36,13 @@ class RepConv(_Base):
         branches: the branches grown so far, by name.
         origin_norm: a norm on the original kernel, or None.
         geometry: the convolution's hyper-parameters, resolved.
+        norm_group: process group, in a tuple, that norms of branches grown by loading a file synchronise in.
     """
 
     branches: nn.ModuleDict
     origin_norm: BranchNorm | None
     geometry: ConvGeometry
+    norm_group: tuple[Any] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """The convolution plus all branches."""
@@ -95,6 +97,11 @@ class RepConv(_Base):
         """The branches by name, typed."""
         return {name: cast(Branch, branch) for name, branch in self.branches.items()}
 
+    def set_branches_(self, branches: Mapping[str, Branch]) -> None:
+        """Replace the branches, in this order. The dict is a new one: whoever remembers the old one can go back."""
+        self.branches = nn.ModuleDict(dict(branches))
+        self.branches.training = self.training
+
     def importances(self) -> dict[str, Tensor]:
         """Mean absolute γ of every branch's last norm (the paper's s_j), on the device."""
         return {name: branch.norm.importance for name, branch in self.branch_modules().items()}
@@ -121,26 +128,31 @@ class RepConv(_Base):
         """Grow and shed branches as the file says, before torch loads the children."""
         start = prefix + "branches."
         found = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
-        like: dict[str, Any] = {"device": self.weight.device, "dtype": self.weight.dtype}
-        kept = {name: branch for name, branch in self.branches.items() if name in found}
+        kept = {name: branch for name, branch in self.branch_modules().items() if name in found}
         for name in found:
-            if name in BRANCHES:  # anything else is left for torch to report as unexpected
-                point = state_dict.get(f"{start}{name}.point.weight")
-                width = 1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
-                inner = cast(Any, kept.get(name))
-                if inner is None or (name == "1x1-KxK" and inner.point.out_channels != width * self.in_channels):
-                    shift = self.bias is not None
-                    kept[name] = make_branch(name, self.geometry, shift=shift, width=width, **like)
-                    as_blocks_(kept[name])
+            point = state_dict.get(f"{start}{name}.point.weight")
+            width = 1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
+            if name in BRANCHES and getattr(kept.get(name), "width", None) != width:
+                kept[name] = branch_for(self, name, width=width)
+                self._prepare_(kept[name])
+            # anything else is left for torch to report as unexpected
         order = self.branches if self.branches.keys() == kept.keys() else found  # a file may be sorted by name
-        self.branches = nn.ModuleDict({name: kept[name] for name in order if name in kept})
-        if any(key.startswith(prefix + "origin_norm.") for key in state_dict):
-            if self.origin_norm is None:
-                self.origin_norm = BranchNorm(self.out_channels, shift=self.bias is not None, **like)
-        else:
+        self.set_branches_({name: kept[name] for name in order if name in kept})
+        if not any(key.startswith(prefix + "origin_norm.") for key in state_dict):
             self.origin_norm = None
-        self.branches.train(self.training)
+        elif self.origin_norm is None:
+            self.origin_norm = origin_norm_for(self)
+            self._prepare_(self.origin_norm)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _prepare_(self, grown: nn.Module) -> None:
+        """Make what was grown by loading a file able to grow by loading in turn."""
+        as_blocks_(grown)
+        for module in grown.modules():
+            if isinstance(module, RepConv):
+                module.norm_group = self.norm_group
+        if self.norm_group is not None:
+            sync_norms_(grown, *self.norm_group)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
@@ -170,6 +182,33 @@ _BLOCK_OF: dict[type, type] = {nn.Conv1d: RepConv1d, nn.Conv2d: RepConv2d, nn.Co
 _PLAIN_OF: dict[type, type] = {block: plain for plain, block in _BLOCK_OF.items()}
 
 
+def branch_for(
+    conv: nn.Module, name: str, *, gamma: float = 0.01, width: int = 1, generator: torch.Generator | None = None
+) -> Branch:
+    """Create a branch with random weights that fits a convolution's dtype, device, memory format and mode."""
+    weight = cast(Tensor, conv.weight)
+    branch = make_branch(
+        name,
+        ConvGeometry.of(conv),
+        shift=conv.bias is not None,
+        gamma=gamma,
+        width=width,
+        device=weight.device,
+        dtype=weight.dtype,
+        generator=generator,
+    )
+    if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+        branch.to(memory_format=torch.channels_last)
+    return branch.train(conv.training)
+
+
+def origin_norm_for(conv: nn.Module) -> BranchNorm:
+    """Create a norm that fits a convolution's own output."""
+    weight = cast(Tensor, conv.weight)
+    norm = BranchNorm(weight.shape[0], shift=conv.bias is not None, device=weight.device, dtype=weight.dtype)
+    return norm.train(conv.training)
+
+
 def as_block_(conv: nn.Module) -> RepConv:
     """Turn a plain convolution into a block without branches, in place: same object, same keys, same function."""
     if isinstance(conv, RepConv):
@@ -179,7 +218,7 @@ def as_block_(conv: nn.Module) -> RepConv:
     conv.__class__ = _BLOCK_OF[type(conv)]
     block = cast(RepConv, conv)
     block.geometry = ConvGeometry.of(conv)
-    block.branches = nn.ModuleDict()
+    block.set_branches_({})
     block.register_module("origin_norm", None)
     return block
 
@@ -203,6 +242,7 @@ def _write_plain_(block: RepConv, kernel: Tensor, bias: Tensor | None) -> ConvNd
     block.__class__ = _PLAIN_OF[type(block)]
     del block._modules["branches"], block._modules["origin_norm"]
     block.__dict__.pop("geometry")
+    block.__dict__.pop("norm_group", None)
     block.weight.copy_(kernel)
     if block.bias is not None and bias is not None:
         block.bias.copy_(bias)

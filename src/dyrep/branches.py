@@ -162,9 +162,11 @@ class Branch(nn.Module):
     Attributes:
         geometry: the convolution it stands beside. Where that pads in a way of its own (reflect, asymmetric …) the
             block pads the input once and every branch reads the padded one.
+        width: inner channels per input channel; 1 unless the branch is ``1x1-KxK``.
     """
 
     norm: BranchNorm
+    width = 1
 
     def __init__(
         self,
@@ -227,6 +229,7 @@ class PointwiseKernelBranch(Branch):
 
     def __init__(self, geometry: ConvGeometry, *, width: int = 1, **arguments: Any) -> None:
         super().__init__(geometry, **arguments)
+        self.width = width
         middle = geometry.in_channels * width
         self.point = self._pointwise(geometry.in_channels, middle)
         self.inner_norm = BranchNorm(middle, shift=False, **self._like)

@@ -150,6 +150,19 @@ class BranchNorm(nn.Module):
         return text + ", synchronized=True" if self.synchronized else text
 
 
+def sync_norms_(model: nn.Module, process_group: Any = None, enabled: bool = True) -> nn.Module:
+    """Share the batch statistics of all branch norms between ranks, as SyncBatchNorm does for the model's own.
+
+    Branches that grow in a model with SyncBatchNorm layers do this by themselves; call it after converting a model
+    that was expanded before.
+    """
+    for module in model.modules():
+        if isinstance(module, BranchNorm):
+            module.synchronized = enabled
+            module.process_group = process_group
+    return model
+
+
 class _AllReduce(torch.autograd.Function):
     """Sum over all ranks, with the gradient summed over all ranks too."""
 

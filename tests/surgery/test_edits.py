@@ -248,6 +248,20 @@ def test_nested_expansion_is_exact_at_every_depth():
     assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
 
 
+@pytest.mark.parametrize(("kind", "size"), [(nn.Conv1d, (12,)), (nn.Conv3d, (6, 5, 4))], ids=["1-d", "3-d"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_convs_of_other_dimensions_are_expanded_cut_and_deployed_exactly(kind, size, bias):
+    model = nn.Sequential(kind(4, 4, 3, padding=1, bias=bias), nn.ReLU(), kind(4, 6, 3, stride=2, bias=bias)).double()
+    x = torch.randn(4, 4, *size, dtype=torch.float64)
+    before = eval_output(model, x)
+    dyrep.expand_(model, ["0", "2"], gamma=0.5, calibration=[x])
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    dyrep.expand_(model, "0.branches.1x1-KxK.conv", gamma=0.5, calibration=[x], origin_norm="calibrated")
+    dyrep.cut_(model, "2", ["1x1-AVG"])
+    assert relative_change(eval_output(model, x), before) <= 1e-10
+    assert dyrep.verify(model, dyrep.deploy(model), x).passed
+
+
 def test_outer_and_inner_block_can_be_cut_in_one_call():
     model = conv_bn_net(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -651,6 +665,14 @@ def test_edits_are_reported_in_order_and_as_json():
     (cut,) = dyrep.cut_(model, "3", ["1x1"])
     assert str(cut) == "cut 3: -1x1"
     assert json.loads(json.dumps(cut.as_dict())) == {"kind": "cut", "layer": "3", "branches": ["1x1"], "detail": {}}
+
+
+def test_branches_can_be_given_layer_by_layer():
+    model, x = conv_bn_net(), images(1)[0]
+    before = eval_output(model, x)
+    made = dyrep.expand_(model, ["0", "3"], {"3": ["residual"], "0": ["1x1", "Kx1"]}, calibration=[x])
+    assert [edit.branches for edit in made] == [("1x1", "Kx1"), ("residual",)]
+    assert relative_change(eval_output(model, x), before) <= 1e-5
 
 
 def test_names_may_come_from_a_generator_and_repeat():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -201,8 +202,8 @@ def rewrapped(rank: int) -> dict:
     }
 
 
-def gradients_without_rewrapping(rank: int) -> dict:
-    """What the gradients of one more step are on each rank alone, and their mean."""
+def gradients_after_rewrapping(rank: int) -> dict:
+    """Gradients by the rewrapped model, and the mean of those that each rank computes by itself."""
     model = same_net()
     torch.manual_seed(7)
     dyrep.expand_(model, "3", calibration=own_batches(0), distributed=False)
@@ -234,7 +235,7 @@ SCENARIOS = (
     synchronized_norm_with_an_empty_share,
     sync_batch_norm_flags,
     rewrapped,
-    gradients_without_rewrapping,
+    gradients_after_rewrapping,
 )
 
 
@@ -257,10 +258,15 @@ def run_rank(rank: int, folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory) -> list[dict]:
-    """What each of the two ranks found, by scenario."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(run_rank, args=(str(folder),), nprocs=RANKS)
-    return [torch.load(Path(folder) / f"rank{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    """What each of the two ranks found, by scenario; pytest's workers share one run of it."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    files = [folder / f"rank{rank}.pt" for rank in range(RANKS)]
+    with FileLock(folder / "ranks.lock"):
+        if not all(file.exists() for file in files):
+            mp.spawn(run_rank, args=(str(folder),), nprocs=RANKS)
+    return [torch.load(file, weights_only=True) for file in files]
 
 
 def results(both: list[dict], scenario) -> list:
@@ -381,7 +387,7 @@ def test_gradients_of_new_parameters_are_the_same_on_both_ranks_after_rewrapping
 
 
 def test_gradients_after_rewrapping_are_the_mean_over_the_ranks(both):
-    for found in results(both, gradients_without_rewrapping):
+    for found in results(both, gradients_after_rewrapping):
         assert found["mean"].keys() == found["wrapped"].keys()
         for name, gradient in found["wrapped"].items():
             torch.testing.assert_close(gradient, found["mean"][name], rtol=1e-5, atol=1e-7)

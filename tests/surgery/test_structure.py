@@ -12,6 +12,7 @@ from torch import nn
 import dyrep
 from dyrep.block import RepConv
 from dyrep.errors import DyRepError, StructureError
+from dyrep.norm import BranchNorm
 from surgery_helpers import (
     assert_same_picture,
     conv_bn_net,
@@ -332,6 +333,19 @@ def test_strict_load_gives_new_branches_the_memory_format_of_the_conv():
     twin.load_state_dict(model.state_dict(), strict=True)
     for name, parameter in twin.named_parameters():
         assert parameter.stride() == model.get_parameter(name).stride(), name
+
+
+@pytest.mark.parametrize("how", ["load", "restructure"])
+def test_branches_that_come_back_from_a_file_are_synchronized_in_a_model_with_sync_batch_norm(how):
+    model, twin = (nn.SyncBatchNorm.convert_sync_batchnorm(conv_bn_net()) for _ in range(2))
+    dyrep.expand_(model, "3", origin_norm="reference")
+    if how == "load":
+        dyrep.prepare_(twin)
+    else:
+        dyrep.restructure_(twin, dyrep.structure(model))
+    twin.load_state_dict(model.state_dict(), strict=True)
+    flags = [[norm.synchronized for norm in m.modules() if isinstance(norm, BranchNorm)] for m in (model, twin)]
+    assert flags == [[True] * 8] * 2
 
 
 def test_strict_load_into_a_depthwise_conv_is_exact_in_training_mode():

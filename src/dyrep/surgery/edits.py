@@ -11,18 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import algebra
-from dyrep.block import RepConv, as_block_, as_plain_
-from dyrep.branches import BRANCHES, Branch, branch_options, make_branch
+from dyrep.block import RepConv, as_block_, as_plain_, branch_for, origin_norm_for
+from dyrep.branches import BRANCHES, Branch, branch_options
 from dyrep.errors import BranchError, CalibrationError, ConfigError
 from dyrep.geometry import ConvGeometry
-from dyrep.norm import BranchNorm
+from dyrep.norm import BranchNorm, sync_norms_
 from dyrep.surgery import ranks
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
 from dyrep.surgery.optimizer import check_holds, check_optimizer, insert_, remove_
 from dyrep.surgery.preserve import Forward
 from dyrep.surgery.targets import require_eligible, resolve
 from dyrep.surgery.undo import Snapshot
-from dyrep.surgery.wrappers import forget_compiled, unwrap
+from dyrep.surgery.wrappers import forget_compiled, sync_group, unwrap
 
 ORIGIN_NORMS = ("none", "calibrated", "reference")
 
@@ -124,10 +124,12 @@ def expand_(
             check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
 
     grown = {
-        name: _make_branches(conv, wanted[name], gamma=gamma, width=width, generator=generator)
+        name: {
+            branch: branch_for(conv, branch, gamma=gamma, width=width, generator=generator) for branch in wanted[name]
+        }
         for name, conv in convs.items()
     }
-    norms = {name: _origin_norm(conv) for name, conv in convs.items()}
+    norms = {name: origin_norm_for(conv) for name, conv in convs.items()}
     if ranks.distributed(distributed):
         ranks.broadcast_(p for made in grown.values() for branch in made.values() for p in branch.parameters())
     if calibration is not None:
@@ -151,7 +153,7 @@ def expand_(
                 _scale_gamma_(grown[name], norms[name])
             norm = _fresh_origin_norm(norms[name], origin_norm)
             attach_(conv, grown[name], norm)
-        synchronization = _sync_group(model)
+        synchronization = sync_group(model)
         for name, conv in convs.items():
             added: dict[str, nn.Module] = {f"branches.{key}": branch for key, branch in grown[name].items()}
             assert isinstance(conv, RepConv)
@@ -223,19 +225,6 @@ def cut_(
     return [Edit("cut", name, tuple(cut)) for name, cut in doomed.items()]
 
 
-def sync_norms_(model: nn.Module, process_group: Any = None, enabled: bool = True) -> nn.Module:
-    """Share the batch statistics of all branch norms between ranks, as SyncBatchNorm does for the model's own.
-
-    `expand_` does this by itself in a model that has SyncBatchNorm layers; call it after converting a model that was
-    expanded before.
-    """
-    for module in model.modules():
-        if isinstance(module, BranchNorm):
-            module.synchronized = enabled
-            module.process_group = process_group
-    return model
-
-
 def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
     present = set(conv.branches) if isinstance(conv, RepConv) else set()
     options = branch_options(ConvGeometry.of(conv))
@@ -271,39 +260,6 @@ def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None
     return present if branches is None else list(dict.fromkeys(branches))
 
 
-def _make_branches(
-    conv: nn.Module, names: Sequence[str], *, gamma: float, width: int, generator: torch.Generator | None
-) -> dict[str, Branch]:
-    weight = conv.weight
-    assert isinstance(weight, torch.Tensor)
-    channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    made = {}
-    for name in names:
-        branch = make_branch(
-            name,
-            ConvGeometry.of(conv),
-            shift=conv.bias is not None,
-            gamma=gamma,
-            width=width,
-            device=weight.device,
-            dtype=weight.dtype,
-            generator=generator,
-        )
-        if channels_last:
-            branch.to(memory_format=torch.channels_last)
-        made[name] = branch.train(conv.training)
-    return made
-
-
-def _origin_norm(conv: nn.Module) -> BranchNorm:
-    """A norm fit for the origin: watches its output during calibration, and may stay."""
-    weight = conv.weight
-    assert isinstance(weight, torch.Tensor)
-    shift = conv.bias is not None
-    norm = BranchNorm(weight.shape[0], shift=shift, device=weight.device, dtype=weight.dtype)
-    return norm.train(conv.training)
-
-
 def _fresh_origin_norm(norm: BranchNorm, kind: str) -> BranchNorm | None:
     if kind == "none":
         return None
@@ -336,7 +292,7 @@ def attach_(conv: nn.Module, branches: Mapping[str, Branch], norm: BranchNorm | 
     if norm is not None and block.origin_norm is None:
         block.origin_norm = norm
     block.set_origin_(kernel, bias)
-    block.branches = nn.ModuleDict({**block.branch_modules(), **branches})  # a new dict: see Snapshot
+    block.set_branches_({**block.branch_modules(), **branches})
 
 
 @torch.no_grad()
@@ -345,13 +301,5 @@ def _detach_(block: RepConv, names: Sequence[str]) -> list[nn.Module]:
     dtype = algebra.exact_dtype(block.weight)
     gone = {name: block.branch_modules()[name] for name in names}
     block.set_origin_(*algebra.add(block.origin_folded(dtype), *(branch.folded(dtype) for branch in gone.values())))
-    kept = {name: branch for name, branch in block.branch_modules().items() if name not in gone}
-    block.branches = nn.ModuleDict(kept)  # a new dict: see Snapshot
+    block.set_branches_({name: branch for name, branch in block.branch_modules().items() if name not in gone})
     return list(gone.values())
-
-
-def _sync_group(model: nn.Module) -> tuple[Any] | None:
-    for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            return (module.process_group,)
-    return None

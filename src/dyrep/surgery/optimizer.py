@@ -7,6 +7,7 @@ remember groups by position, never notice, and the state of every surviving para
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -148,15 +149,19 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
     for parameter in by_name.values():
         optimizer.state.pop(parameter, None)
     for name, values in saved["state"].items():
-        optimizer.state[by_name[name]] = {key: _placed(key, value, by_name[name]) for key, value in values.items()}
+        parameter = by_name[name]
+        group, _ = locate(optimizer, parameter) or ({}, 0)
+        optimizer.state[parameter] = {key: _placed(value, parameter, group) for key, value in values.items()}
     _forget_flat_history_(optimizer, keep_state=True)
 
 
-def _placed(key: str, value: Any, parameter: Tensor) -> Any:
+def _placed(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
+    """A saved value where and in the dtype the optimizer wants it, as torch's own loading does."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step":  # a counter: lives where the optimizer put it, whatever the parameter's dtype
-        return value.clone()
+    if value.dim() == 0 and parameter.dim() > 0:  # a counter or a coefficient: has a precision of its own
+        on_device = group.get("capturable") or group.get("fused")
+        return value.detach().to(device=parameter.device if on_device else value.device, copy=True)
     dtype = parameter.dtype if value.is_floating_point() else value.dtype
     return value.detach().to(device=parameter.device, dtype=dtype, copy=True)
 
@@ -173,19 +178,26 @@ def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
 
 
 def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: set[int]) -> Tensor | None:
-    """The weight of the norm closest to a convolution, following ones first, that the optimizer holds.
+    """The weight of the norm that belongs to a convolution's layer, as far as the optimizer holds one.
 
-    That is where a user who treats norms apart (no weight decay, say) has put the norm of this very layer.
+    That is where a user who treats norms apart (no weight decay, say) has put the norm of this very layer: the one
+    that shares most of the convolution's name, and of those the next in module order, or else the last before it.
     """
-    modules = list(model.modules())
-    fresh = {id(child) for module in modules if id(module) in new for child in module.modules()}
-    place = next(i for i, module in enumerate(modules) if module is conv)
-    for module in (*modules[place + 1 :], *reversed(modules[:place])):
-        if isinstance(module, _NORMS) and id(module) not in fresh:
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, Tensor) and locate(optimizer, weight) is not None:
-                return weight
-    return None
+    modules = list(model.named_modules())
+    fresh = {id(child) for _, module in modules if id(module) in new for child in module.modules()}
+    place = next(i for i, (_, module) in enumerate(modules) if module is conv)
+    path = modules[place][0].split(".")
+    best: Tensor | None = None
+    most = -1
+    for name, module in (*modules[place + 1 :], *reversed(modules[:place])):
+        weight = getattr(module, "weight", None)
+        if isinstance(module, _NORMS) and id(module) not in fresh and isinstance(weight, Tensor):
+            shared = sum(
+                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, name.split("."), strict=False))
+            )
+            if shared > most and locate(optimizer, weight) is not None:
+                best, most = weight, shared
+    return best
 
 
 def _insert_after_(home: tuple[dict[str, Any], int], base: str, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -200,15 +212,21 @@ def _name_in_group(group: dict[str, Any], index: int, default: str) -> str:
 
 
 def _initialise_state_(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Most optimizers create a parameter's state on its first step; Adagrad did so when it was built."""
-    if isinstance(optimizer, torch.optim.Adagrad):
-        for parameter in parameters:
-            found = locate(optimizer, parameter)
-            assert found is not None
-            start = found[0]["initial_accumulator_value"]
+    """Create the state of new parameters where an optimizer would not do so on their first step."""
+    for parameter in parameters:
+        group, _ = locate(optimizer, parameter) or ({}, 0)
+        if isinstance(optimizer, torch.optim.Adagrad):  # creates state when it is built
             optimizer.state[parameter]["step"] = torch.tensor(0.0)
-            optimizer.state[parameter]["sum"] = torch.full_like(parameter, start)
+            optimizer.state[parameter]["sum"] = torch.full_like(parameter, group["initial_accumulator_value"])
+        elif isinstance(optimizer, torch.optim.SGD) and group["fused"] and _has_momentum(optimizer, group):
+            # its kernel wants a buffer for every parameter or for none; zeros act as an absent one does
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     _forget_flat_history_(optimizer)
+
+
+def _has_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    held = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
+    return any(state.get("momentum_buffer") is not None for state in held)
 
 
 def _forget_flat_history_(optimizer: Optimizer, keep_state: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
-from dyrep.branches import BRANCHES, PointwiseKernelBranch
+from dyrep.branches import BRANCHES
 from dyrep.errors import StructureError
+from dyrep.geometry import PLAIN_CONVS
 from dyrep.surgery.edits import attach_, cut_, expand_
 from dyrep.surgery.targets import is_inside, targets
-from dyrep.surgery.wrappers import bare, unwrap
+from dyrep.surgery.undo import Snapshot
+from dyrep.surgery.wrappers import bare, sync_group, unwrap
 
 FORMAT = 1
 
@@ -33,12 +35,10 @@ def structure(model: nn.Module) -> dict[str, Any]:
     blocks = {}
     for name, module in bare(model).named_modules():
         if isinstance(module, RepConv) and module.branches:
-            inner = module.branch_modules().get("1x1-KxK")
-            width = inner.point.out_channels // module.in_channels if isinstance(inner, PointwiseKernelBranch) else 1  # type: ignore[operator]
             blocks[name] = {
                 "branches": list(module.branches),
                 "origin_norm": module.origin_norm is not None,
-                "width": width,
+                "width": max(branch.width for branch in module.branch_modules().values()),
             }
     return {"format": FORMAT, "blocks": blocks}
 
@@ -74,30 +74,17 @@ def restructure_(
     """
     model = unwrap(model)
     blocks = _checked(model, wanted)
-    for name in sorted(structure(model)["blocks"], key=len, reverse=True):  # inner blocks have longer names
-        if _differs(model.get_submodule(name), blocks.get(name)):
-            cut_(model, name, optimizer=optimizer)
-    for name in sorted(blocks, key=len):
-        spec, block = blocks[name], model.get_submodule(name)
-        has = _branch_names(block)
-        surplus = [branch for branch in has if branch not in spec["branches"]]
-        missing = [branch for branch in spec["branches"] if branch not in has]
-        if missing:
-            expand_(
-                model,
-                name,
-                missing,
-                gamma=gamma,
-                optimizer=optimizer,
-                origin_norm="reference" if spec["origin_norm"] else "none",
-                width=spec["width"],
-                generator=generator,
-                distributed=False,
-            )
-        if surplus:
-            cut_(model, name, surplus, optimizer=optimizer)
-        assert isinstance(block, RepConv)
-        reorder_(block, spec["branches"])
+    touched = [_find(model, name) for name in {**structure(model)["blocks"], **blocks}]
+    before = Snapshot([conv for conv in touched if conv is not None], optimizer)
+    try:
+        for name in sorted(structure(model)["blocks"], key=len, reverse=True):  # inner blocks have longer names
+            if _differs(model.get_submodule(name), blocks.get(name)):
+                cut_(model, name, optimizer=optimizer)
+        for name in sorted(blocks, key=len):
+            _reshape_(model, name, blocks[name], optimizer=optimizer, gamma=gamma, generator=generator)
+    except BaseException:
+        before.restore_()
+        raise
     return model
 
 
@@ -135,7 +122,7 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         if missing:
             attach_(ours, missing, copy.deepcopy(theirs.origin_norm))
         assert isinstance(ours, RepConv)
-        reorder_(ours, list(theirs.branches))
+        _reorder_(ours, theirs.branches)
         ours.branches.requires_grad_(ours.weight.requires_grad).train(ours.training)
     return copy_of_model
 
@@ -152,10 +139,43 @@ def prepare_(model: nn.Module) -> nn.Module:
         <All keys matched successfully>
     """
     inner = unwrap(model)
+    group = sync_group(inner)
     for target in targets(inner):
         if target.eligible:
-            as_block_(inner.get_submodule(target.name))
+            as_block_(inner.get_submodule(target.name)).norm_group = group
     return model
+
+
+def _reshape_(
+    model: nn.Module,
+    name: str,
+    spec: Mapping[str, Any],
+    *,
+    optimizer: Optimizer | None,
+    gamma: float,
+    generator: torch.Generator | None,
+) -> None:
+    """Give one convolution the branches it should have."""
+    block = model.get_submodule(name)
+    has = _branch_names(block)
+    surplus = [branch for branch in has if branch not in spec["branches"]]
+    missing = [branch for branch in spec["branches"] if branch not in has]
+    if missing:
+        expand_(
+            model,
+            name,
+            missing,
+            gamma=gamma,
+            optimizer=optimizer,
+            origin_norm="reference" if spec["origin_norm"] else "none",
+            width=spec["width"],
+            generator=generator,
+            distributed=False,
+        )
+    if surplus:
+        cut_(model, name, surplus, optimizer=optimizer)
+    assert isinstance(block, RepConv)
+    _reorder_(block, spec["branches"])
 
 
 def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -169,7 +189,7 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str,
     for name, given in wanted["blocks"].items():
         spec = {"origin_norm": False, "width": 1, **(given if isinstance(given, Mapping) else {})}
         branches = spec.get("branches")
-        if not isinstance(branches, list) or not set(branches) <= set(BRANCHES):
+        if not isinstance(branches, list) or not all(isinstance(b, str) and b in BRANCHES for b in branches):
             raise StructureError(
                 f"layer {name!r}: branches must be a list from {', '.join(BRANCHES)}, got {branches!r}"
             )
@@ -177,17 +197,28 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str,
             raise StructureError(f"layer {name!r}: a block needs at least one branch; leave plain layers out")
         if not isinstance(spec["width"], int) or spec["width"] < 1:
             raise StructureError(f"layer {name!r}: width must be a positive whole number, got {spec['width']!r}")
-        parents = [block for block in wanted["blocks"] if is_inside(name, block)]
-        if not any("1x1-KxK" in wanted["blocks"][parent].get("branches", ()) for parent in parents):
-            _require_layer(model, name)
-        blocks[name] = dict(spec)
+        blocks[name] = spec
+    for name in blocks:
+        _check_layer(model, name, blocks)
     return blocks
 
 
-def reorder_(block: RepConv, order: Sequence[str]) -> None:
+def _check_layer(model: nn.Module, name: str, blocks: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise unless a layer is a convolution of the model, or the one inside a branch that will be there."""
+    if any(is_inside(name, block) for block in {**structure(model)["blocks"], **blocks}):
+        outer = name.removesuffix("branches.1x1-KxK.conv").removesuffix(".")
+        if "1x1-KxK" not in blocks.get(outer, {}).get("branches", ()):
+            raise StructureError(f"layer {name!r} is inside a branch that the structure does not have")
+    elif not isinstance(_find(model, name), PLAIN_CONVS):
+        raise StructureError(
+            f"the structure names layer {name!r}, which this model does not have: is it the same architecture?"
+        )
+
+
+def _reorder_(block: RepConv, order: Iterable[str]) -> None:
     """Put branches in a given order, which is the order of the model's parameters."""
     by_name = block.branch_modules()
-    block.branches = nn.ModuleDict({branch: by_name[branch] for branch in order})
+    block.set_branches_({branch: by_name[branch] for branch in order})
 
 
 def _branch_names(module: nn.Module | None) -> list[str]:
@@ -201,22 +232,10 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _require_layer(model: nn.Module, name: str) -> None:
-    if _find(model, name) is None:
-        raise StructureError(
-            f"the structure names layer {name!r}, which this model does not have: is it the same architecture?"
-        )
-
-
 def _differs(block: nn.Module, spec: Mapping[str, Any] | None) -> bool:
     """Whether a block has to be folded first: it is not wanted, or differs in more than its set of branches."""
     assert isinstance(block, RepConv)
     if spec is None or (block.origin_norm is not None) != spec["origin_norm"]:
         return True
     inner = block.branch_modules().get("1x1-KxK")
-    wanted = "1x1-KxK" in spec["branches"]
-    return (
-        isinstance(inner, PointwiseKernelBranch)
-        and wanted
-        and inner.point.out_channels != (spec["width"] * block.in_channels)
-    )
+    return inner is not None and "1x1-KxK" in spec["branches"] and inner.width != spec["width"]

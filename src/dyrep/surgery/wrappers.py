@@ -90,3 +90,11 @@ def rewrap_ddp_(wrapper: DistributedDataParallel) -> None:
     wrapper.training = training
     for hook, state in hooks:
         wrapper.register_comm_hook(state, hook)
+
+
+def sync_group(model: nn.Module) -> tuple[Any] | None:
+    """The process group of a model's SyncBatchNorm layers, in a tuple (None is one too), or None without any."""
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            return (module.process_group,)
+    return None
