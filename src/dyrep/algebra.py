@@ -215,16 +215,17 @@ def add(*pairs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """
     if not pairs:
         raise ShapeError("add needs at least one (kernel, bias) pair")
-    kernel, bias = pairs[0]
-    for other, other_bias in pairs[1:]:
-        if other.shape != kernel.shape:
-            raise ShapeError(f"kernels of shapes {_shape(kernel)} and {_shape(other)} cannot be added")
-        kernel = kernel + other
+    first = pairs[0][0]
+    kernel = torch.zeros_like(_wide(first))
+    bias: Tensor | None = None
+    for other, other_bias in pairs:
+        if other.shape != first.shape:
+            raise ShapeError(f"kernels of shapes {_shape(first)} and {_shape(other)} cannot be added")
+        kernel = kernel + _wide(other)
         if other_bias is not None:
-            bias = other_bias if bias is None else bias + other_bias
-    if bias is not None:
-        _channels("bias", bias, kernel)
-    return kernel, bias
+            shift = _channels("bias", other_bias, other)
+            bias = shift.clone() if bias is None else bias + shift
+    return kernel.to(first.dtype), None if bias is None else bias.to(first.dtype)
 
 
 def exact_dtype(tensor: Tensor) -> torch.dtype:

@@ -44,6 +44,15 @@ class RepConv(_Base):
     geometry: ConvGeometry
     norm_group: tuple[Any] | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._become_block_()
+
+    def _become_block_(self) -> None:
+        self.geometry = ConvGeometry.of(self)
+        self.set_branches_({})
+        self.register_module("origin_norm", None)
+
     def forward(self, input: Tensor) -> Tensor:
         """The convolution plus all branches."""
         if not self.branches and self.origin_norm is None:
@@ -58,7 +67,7 @@ class RepConv(_Base):
         if self.origin_norm is not None:
             y = self.origin_norm(y)
         for branch in self.branches.values():
-            y = y + branch(x)
+            y = y + branch(x).to(y.dtype)  # under autocast a residual is wider than a convolution
         return y.squeeze(0) if unbatched else y
 
     def origin_folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -114,9 +123,10 @@ class RepConv(_Base):
             >>> type(block.fuse())
             <class 'torch.nn.modules.conv.Conv2d'>
         """
-        plain = copy.copy(self)  # shallow: shares hooks and buffers, but not the dicts changed below
-        plain._parameters = dict(self._parameters)
-        plain._modules = dict(self._modules)
+        plain = copy.copy(self)
+        for key, value in vars(self).items():  # the copy has the same hooks, but in dicts of its own
+            if isinstance(value, dict):
+                plain.__dict__[key] = copy.copy(value)
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 fresh = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
@@ -132,10 +142,10 @@ class RepConv(_Base):
         for name in found:
             point = state_dict.get(f"{start}{name}.point.weight")
             width = 1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
-            if name in BRANCHES and getattr(kept.get(name), "width", None) != width:
-                kept[name] = branch_for(self, name, width=width)
+            if name in BRANCHES:  # anything else is left for torch to report as unexpected
+                if name not in kept or kept[name].width != width:
+                    kept[name] = branch_for(self, name, width=width, generator=torch.Generator())
                 self._prepare_(kept[name])
-            # anything else is left for torch to report as unexpected
         order = self.branches if self.branches.keys() == kept.keys() else found  # a file may be sorted by name
         self.set_branches_({name: kept[name] for name in order if name in kept})
         if not any(key.startswith(prefix + "origin_norm.") for key in state_dict):
@@ -197,7 +207,8 @@ def branch_for(
         dtype=weight.dtype,
         generator=generator,
     )
-    if weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last):
+    channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    if channels_last and not weight.is_contiguous():  # some shapes are both
         branch.to(memory_format=torch.channels_last)
     return branch.train(conv.training)
 
@@ -217,9 +228,7 @@ def as_block_(conv: nn.Module) -> RepConv:
         raise IneligibleLayerError(f"{type(conv).__name__} is not one of torch's plain convolutions")
     conv.__class__ = _BLOCK_OF[type(conv)]
     block = cast(RepConv, conv)
-    block.geometry = ConvGeometry.of(conv)
-    block.set_branches_({})
-    block.register_module("origin_norm", None)
+    block._become_block_()
     return block
 
 

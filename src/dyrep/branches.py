@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dyrep import algebra
 from dyrep.errors import BranchError
-from dyrep.geometry import PLAIN_CONVS, ConvGeometry, Pads, flat
+from dyrep.geometry import PLAIN_CONVS, ConvGeometry, Pads, pad_or_crop
 from dyrep.norm import BranchNorm
 
 ORIGIN = "KxK"
@@ -221,7 +221,7 @@ class SmallKernelBranch(Branch):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the branch."""
-        return self.norm(self.conv(x if self._pads is None else F.pad(x, flat(self._pads))))
+        return self.norm(self.conv(x if self._pads is None else pad_or_crop(x, self._pads)))
 
 
 class PointwiseKernelBranch(Branch):
@@ -280,12 +280,13 @@ class AverageBranch(Branch):
     def _pool(self, x: Tensor) -> Tensor:
         g = self.geometry
         pads = tuple(before for before, _ in g.pads)  # symmetric: anything else has been padded before
-        if any(d != 1 for d in g.dilation):  # pooling knows no dilation, a constant kernel does
+        # a constant kernel does what pooling cannot: dilation, and in 3-d small images and half precision on a CPU
+        if g.ndim == 3 or any(d != 1 for d in g.dilation):
             kernel = x.new_full((g.in_channels, 1, *g.kernel_size), 1 / g.taps)
             conv = _CONV_FUNCTIONS[g.ndim - 1]
             return conv(x, kernel, None, g.stride, pads, g.dilation, g.in_channels)
         if any(2 * p > k for p, k in zip(pads, g.kernel_size, strict=True)):  # more than pooling accepts
-            x, pads = F.pad(x, flat(g.pads)), (0,) * g.ndim
+            x, pads = pad_or_crop(x, g.pads), (0,) * g.ndim
         return _POOL_FUNCTIONS[g.ndim - 1](x, g.kernel_size, g.stride, pads, count_include_pad=True)
 
 
@@ -305,8 +306,7 @@ class ResidualBranch(Branch):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the branch."""
-        cropped = any(amount for pair in self._pads for amount in pair)
-        return self.norm(F.pad(x, flat(self._pads)) if cropped else x)
+        return self.norm(pad_or_crop(x, self._pads))
 
 
 def _empty_conv(

@@ -138,6 +138,16 @@ class ConvGeometry:
         return tuple(tap)
 
 
+def pad_or_crop(x: Tensor, pads: Pads) -> Tensor:
+    """Pad with zeros where an amount is positive, crop where it is negative."""
+    amounts = flat(pads)
+    if any(amount > 0 for amount in amounts):  # before cropping: a crop may be larger than the image
+        x = F.pad(x, [max(amount, 0) for amount in amounts])
+    if any(amount < 0 for amount in amounts):
+        x = F.pad(x, [min(amount, 0) for amount in amounts])
+    return x
+
+
 def flat(pads: Pads) -> list[int]:
     """Padding in the order `torch.nn.functional.pad` wants: last dimension first."""
     return [amount for pair in reversed(pads) for amount in pair]

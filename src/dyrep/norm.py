@@ -109,7 +109,7 @@ class BranchNorm(nn.Module):
             self._track(mean, var, count)
         else:
             mean, var = self.running_mean, self.running_var
-        scale = self.weight * torch.rsqrt(var.to(self.weight.dtype) + self.eps)
+        scale = self.weight.to(wide.dtype) * torch.rsqrt(var.to(wide.dtype) + self.eps)
         shape = (1, -1, *(1 for _ in dims[1:]))
         out = wide * scale.reshape(shape)
         if self.bias is not None and mean is not None:
@@ -131,6 +131,10 @@ class BranchNorm(nn.Module):
         mean, count = total[:-1] / total[-1].clamp(min=1), total[-1].detach()
         spread = local_var + (local_mean - mean) ** 2
         var = _AllReduce.apply(spread * values, self.process_group) / count.clamp(min=1)
+        enough = count > 1  # over all ranks; decided on the device
+        var = torch.where(enough, var, self.running_var.to(var.dtype))
+        if self.running_mean is not None:
+            mean = torch.where(enough, mean, self.running_mean.to(mean.dtype))
         return mean, var, count
 
     @torch.no_grad()
@@ -139,7 +143,11 @@ class BranchNorm(nn.Module):
         if self._calibrated_batches is not None:
             self._calibrated_batches += 1
             momentum = 1 / self._calibrated_batches
-        bessel = count / (count - 1).clamp(min=1) if isinstance(count, Tensor) else count / (count - 1)
+        bessel: Tensor | float
+        if isinstance(count, Tensor):
+            bessel = torch.where(count > 1, count / (count - 1).clamp(min=1), torch.ones_like(count))
+        else:
+            bessel = count / (count - 1)
         self.running_var.lerp_((var * bessel).to(self.running_var.dtype), momentum)
         if self.running_mean is not None:
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)

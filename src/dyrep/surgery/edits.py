@@ -79,14 +79,15 @@ def expand_(
         branches: which branches to add (default: all that are exact, not duplicates and not there yet); a dict gives
             them layer by layer.
         gamma: initial γ of every new branch's last norm.
-        relative_gamma: measure γ in standard deviations of the origin's output; needs ``calibration``.
+        relative_gamma: measure γ in standard deviations of the layer's output; needs ``calibration``.
         calibration: batches for the new norms' statistics; without any, eval mode is still exact.
         calibration_batches: how many of them to use at most.
         forward: ``forward(model, batch)`` to run the model, where a batch is not a tensor, a tuple that begins with
             the input, or a dict of arguments.
         optimizer: the optimizer that trains the model; the new parameters join it.
         origin_norm: norm on the original kernel: ``"none"``; ``"calibrated"`` (starts as the identity) or
-            ``"reference"`` (a fresh one, as published; not function-preserving in training mode).
+            ``"reference"`` (a fresh one, as published; not function-preserving in training mode). Decided when a
+            convolution first grows; a block that has branches already keeps what it has.
         width: inner channels of ``1x1-KxK`` per input channel.
         generator: source of the random weights (default: torch's global one).
         distributed: whether ranks share weights and statistics (default: if torch.distributed is initialised).
@@ -151,7 +152,8 @@ def expand_(
         for name, conv in convs.items():
             if relative_gamma:
                 _scale_gamma_(grown[name], norms[name])
-            norm = _fresh_origin_norm(norms[name], origin_norm)
+            first_growth = not (isinstance(conv, RepConv) and conv.branches)
+            norm = _fresh_origin_norm(norms[name], origin_norm) if first_growth else None
             attach_(conv, grown[name], norm)
         synchronization = sync_group(model)
         for name, conv in convs.items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,7 @@ class FoldReport:
     @property
     def error(self) -> float:
         """The largest error over all outputs."""
-        return max(self.errors.values())
+        return _largest(self.errors.values())
 
     @property
     def passed(self) -> bool:
@@ -117,6 +118,8 @@ def verify(
     ours, theirs = eval_outputs(model, example_input, forward), eval_outputs(plain, example_input, forward)
     if ours.keys() != theirs.keys():
         raise DyRepError(f"the models do not have the same outputs: {', '.join(ours)} against {', '.join(theirs)}")
+    if not ours:
+        raise DyRepError("the models have no floating-point output to compare; return one with forward=")
     dtype = next(iter(model.parameters())).dtype
     keys = set(copy.deepcopy(plain).state_dict()) ^ _plain_keys(model)
     compared = f"{len(ours)} output(s) in eval mode"
@@ -157,7 +160,13 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 def drift(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float:
     """The largest relative error over all outputs."""
-    return max((relative_error(after[name], before[name]) for name in before), default=0.0)
+    return _largest(relative_error(after[name], before[name]) for name in before)
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The largest error; NaN if any is, which `max` would hide."""
+    found = list(errors)
+    return math.nan if any(math.isnan(error) for error in found) else max(found, default=0.0)
 
 
 def _plain_keys(model: nn.Module) -> set[str]:

@@ -84,7 +84,7 @@ def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module
     Raises:
         UnknownLayerError: no such module, or not a convolution.
     """
-    found: dict[str, nn.Module] = {}
+    found: dict[str, nn.Module] = {}  # a module under two names counts once
     for name in [names] if isinstance(names, str) else list(names):
         try:
             module = model.get_submodule(name)
@@ -97,7 +97,8 @@ def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module
             raise UnknownLayerError(
                 f"layer {name!r} is a {type(module).__name__}, not a convolution; dyrep.targets(model) lists all"
             )
-        found[name] = module
+        if all(module is not other for other in found.values()):
+            found[name] = module
     return found
 
 
@@ -153,9 +154,10 @@ def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     kind = type(conv).__name__
     if isinstance(conv, _ConvTransposeNd):
         return f"{kind} is a transposed convolution, which the branches do not fold into"
-    if "weight" not in conv._parameters or hasattr(conv, "parametrizations"):
+    computed = [name for name in ("weight", "bias") if name not in conv._parameters]
+    if computed:
         return (
-            "its weight is computed (parametrization, weight norm, spectral norm or pruning), so it cannot be "
+            f"its {' and '.join(computed)} is computed (parametrization, weight norm, spectral norm or pruning), so it cannot be "
             "rewritten; make it permanent first"
         )
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
@@ -178,9 +180,10 @@ def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str
         return f"its weight is {weight.dtype}, not floating point"
     if not weight.requires_grad:
         return "its weight is frozen (requires_grad=False); unfreeze it, or leave the layer out"
-    if len(holders.get(id(weight), ())) > 1:
-        others = [type(m).__name__ for m in holders[id(weight)] if m is not conv]
-        return f"its weight is shared with another module ({', '.join(others)}), which would change too"
+    for name, parameter in conv.named_parameters(recurse=False):
+        others = [type(m).__name__ for m in holders.get(id(parameter), ()) if m is not conv]
+        if others:
+            return f"its {name} is shared with another module ({', '.join(others)}), which would change too"
     return ""
 
 
