@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dyrep
-from dyrep.block import RepConv, as_block_, as_blocks_, as_plain_
+from dyrep.block import RepConv, as_block_, as_plain_
 from dyrep.branches import BRANCHES, make_branch
 from dyrep.errors import BranchError, IneligibleLayerError
 from dyrep.geometry import ConvGeometry
@@ -157,17 +157,6 @@ def test_only_torch_s_own_convolutions_become_blocks(module, shown):
     with pytest.raises(IneligibleLayerError, match=rf"^{shown} is not one of torch's plain convolutions$"):
         as_block_(module)
     assert type(module) is before
-
-
-def test_as_blocks_takes_every_plain_convolution_with_more_than_one_tap():
-    class Own(nn.Conv2d):
-        pass
-
-    inner = nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv3d(2, 2, (1, 1, 2)))
-    model = nn.Sequential(nn.Conv2d(2, 2, 3), inner, Own(2, 2, 3))
-    as_blocks_(model)
-    kinds = [type(module) for module in (model[0], *inner, model[2])]
-    assert kinds == [dyrep.RepConv2d, nn.Conv1d, dyrep.RepConv3d, Own]
 
 
 @every_ndim
@@ -500,7 +489,7 @@ def test_a_saved_state_regrows_the_block(bias, training):
     file.seek(0)
     fresh = as_block_(nn.Conv2d(4, 4, 3, padding=1, bias=bias, dtype=torch.float64)).train(training)
     weight = fresh.weight
-    fresh.load_state_dict(torch.load(file, weights_only=True), strict=True)
+    fresh.prepare_().load_state_dict(torch.load(file, weights_only=True), strict=True)
     assert fresh.weight is weight
     assert_state_is(fresh, snapshot(block))
     assert {module.training for module in fresh.modules()} == {training}
@@ -511,7 +500,7 @@ def test_a_saved_state_regrows_the_block(bias, training):
 def test_loading_sheds_branches_that_the_file_does_not_have():
     block = add_origin_norm_(full_block())
     plain = nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)
-    block.load_state_dict(plain.state_dict(), strict=True)
+    block.prepare_().load_state_dict(plain.state_dict(), strict=True)
     x = images()
     assert not block.branches
     assert block.origin_norm is None
@@ -522,14 +511,14 @@ def test_loading_keeps_the_branches_it_has_and_the_order_of_the_file():
     block, other = grown_block(nn.Conv2d(2, 2, 3, padding=1), ["1x1", "1xK", "residual"]), nn.Conv2d(2, 2, 3, padding=1)
     kept = block.branches["residual"]
     grown_block(other, ["residual", "Kx1"])
-    block.load_state_dict(other.state_dict(), strict=True)
+    block.prepare_().load_state_dict(other.state_dict(), strict=True)
     assert list(block.branches) == ["residual", "Kx1"]
     assert block.branches["residual"] is kept
 
 
 def test_loading_follows_the_width_in_the_file():
     wide, narrow = (grown_block(nn.Conv2d(2, 2, 3, padding=1), ["1x1-KxK"], width=width) for width in (3, 1))
-    narrow.load_state_dict(wide.state_dict(), strict=True)
+    narrow.prepare_().load_state_dict(wide.state_dict(), strict=True)
     assert narrow.branches["1x1-KxK"].point.out_channels == 6
     x = torch.randn(2, 2, 4, 4)
     assert torch.equal(narrow.eval()(x), wide.eval()(x))
@@ -538,9 +527,24 @@ def test_loading_follows_the_width_in_the_file():
 def test_loading_grows_branches_inside_a_branch_that_is_there_already():
     block, other = (grown_block(nn.Conv2d(2, 2, 3, padding=1), ["1x1-KxK"]) for _ in range(2))
     grown_block(other.branches["1x1-KxK"].conv, ["residual"])
-    block.load_state_dict(other.state_dict(), strict=True)
+    block.prepare_().load_state_dict(other.state_dict(), strict=True)
     x = torch.randn(2, 2, 4, 4)
     assert torch.equal(block.eval()(x), other.eval()(x))
+
+
+def test_loading_another_structure_into_a_block_that_was_not_prepared_fails_loudly():
+    block = full_block()
+    before = snapshot(block)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"branches.1x1.norm.weight\""):
+        block.load_state_dict(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64).state_dict(), strict=True)
+    assert list(block.state_dict()) == list(before)
+
+
+def test_a_prepared_block_that_a_file_does_not_mention_stays_as_it_is():
+    model = nn.Sequential(full_block().prepare_(), nn.Linear(2, 2))
+    before = snapshot(model[0])
+    model.load_state_dict({"1.weight": torch.zeros(2, 2), "1.bias": torch.zeros(2)}, strict=False)
+    assert_state_is(model[0], before)
 
 
 def test_loading_into_a_plain_convolution_fails_loudly():
@@ -551,21 +555,21 @@ def test_loading_into_a_plain_convolution_fails_loudly():
 def test_loading_an_unknown_branch_fails_loudly():
     state = {**snapshot(full_block()), "branches.5x5.norm.weight": torch.ones(4)}
     with pytest.raises(RuntimeError, match=r"Unexpected key\(s\) in state_dict: \"branches.5x5.norm.weight\""):
-        as_block_(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).load_state_dict(state)
+        as_block_(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).prepare_().load_state_dict(state)
 
 
 def test_loading_a_branch_that_does_not_fit_says_why():
     state = full_block().state_dict()
     strided = as_block_(nn.Conv2d(4, 4, 3, stride=2, padding=1, dtype=torch.float64))
     with pytest.raises(BranchError, match=r"^branch 'residual' is not possible: the residual needs stride 1, not 2x2$"):
-        strided.load_state_dict(state)
+        strided.prepare_().load_state_dict(state)
 
 
 def test_loading_an_incomplete_branch_fails_loudly():
     state = snapshot(full_block())
     del state["branches.1xK.conv.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"branches.1xK.conv.weight\""):
-        as_block_(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).load_state_dict(state)
+        as_block_(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).prepare_().load_state_dict(state)
 
 
 @pytest.mark.parametrize("name", BRANCHES)

@@ -36,12 +36,14 @@ class RepConv(_Base):
         branches: the branches grown so far, by name.
         origin_norm: a norm on the original kernel, or None.
         geometry: the convolution's hyper-parameters, resolved.
-        norm_group: process group, in a tuple, that norms of branches grown by loading a file synchronise in.
+        prepared: whether loading a state dict grows and sheds branches as the file says, see `dyrep.prepare_`.
+        norm_group: process group, in a tuple, that norms of branches grown that way synchronise in.
     """
 
     branches: nn.ModuleDict
     origin_norm: BranchNorm | None
     geometry: ConvGeometry
+    prepared: bool = False
     norm_group: tuple[Any] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -134,8 +136,21 @@ class RepConv(_Base):
         kernel, bias = self.folded(algebra.exact_dtype(self.weight))
         return _write_plain_(plain, kernel, bias)
 
+    def prepare_(self, norm_group: tuple[Any] | None = None) -> RepConv:
+        """From now on, take on the structure of any state dict that holds this layer."""
+        self.prepared = True
+        self.norm_group = norm_group
+        for branch in self.branches.values():
+            self._prepare_below_(branch)
+        return self
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        """Grow and shed branches as the file says, before torch loads the children."""
+        """Take on the file's structure, if that was asked for, before torch loads the children."""
+        if self.prepared and prefix + "weight" in state_dict:
+            self._take_on_structure_(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _take_on_structure_(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         start = prefix + "branches."
         found = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
         kept = {name: branch for name, branch in self.branch_modules().items() if name in found}
@@ -145,24 +160,24 @@ class RepConv(_Base):
             if name in BRANCHES:  # anything else is left for torch to report as unexpected
                 if name not in kept or kept[name].width != width:
                     kept[name] = branch_for(self, name, width=width, generator=torch.Generator())
-                self._prepare_(kept[name])
+                self._prepare_below_(kept[name])
         order = self.branches if self.branches.keys() == kept.keys() else found  # a file may be sorted by name
         self.set_branches_({name: kept[name] for name in order if name in kept})
         if not any(key.startswith(prefix + "origin_norm.") for key in state_dict):
             self.origin_norm = None
         elif self.origin_norm is None:
             self.origin_norm = origin_norm_for(self)
-            self._prepare_(self.origin_norm)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+            self._prepare_below_(self.origin_norm)
 
-    def _prepare_(self, grown: nn.Module) -> None:
-        """Make what was grown by loading a file able to grow by loading in turn."""
-        as_blocks_(grown)
-        for module in grown.modules():
-            if isinstance(module, RepConv):
-                module.norm_group = self.norm_group
+    def _prepare_below_(self, module: nn.Module) -> None:
+        """Make the convolutions inside a branch able to grow by loading in turn."""
+        for child in list(module.modules()):
+            if type(child) in _BLOCK_OF and ConvGeometry.of(child).taps > 1:
+                as_block_(child)
+            if isinstance(child, RepConv):
+                child.prepare_(self.norm_group)
         if self.norm_group is not None:
-            sync_norms_(grown, *self.norm_group)
+            sync_norms_(module, *self.norm_group)
 
     def extra_repr(self) -> str:
         """What ``print(model)`` shows."""
@@ -239,19 +254,12 @@ def as_plain_(block: RepConv) -> ConvNd:
     return _write_plain_(block, kernel, bias)
 
 
-def as_blocks_(module: nn.Module) -> None:
-    """Turn every plain convolution with K > 1 below ``module`` into a block without branches."""
-    for child in list(module.modules()):
-        if type(child) in _BLOCK_OF and ConvGeometry.of(child).taps > 1:
-            as_block_(child)
-
-
 @torch.no_grad()
 def _write_plain_(block: RepConv, kernel: Tensor, bias: Tensor | None) -> ConvNd:
     block.__class__ = _PLAIN_OF[type(block)]
     del block._modules["branches"], block._modules["origin_norm"]
-    block.__dict__.pop("geometry")
-    block.__dict__.pop("norm_group", None)
+    for attribute in ("geometry", "prepared", "norm_group"):
+        block.__dict__.pop(attribute, None)
     block.weight.copy_(kernel)
     if block.bias is not None and bias is not None:
         block.bias.copy_(bias)

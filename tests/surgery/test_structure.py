@@ -286,7 +286,7 @@ def test_strict_load_sheds_what_the_file_does_not_hold():
     dyrep.expand_(some, "3", ["residual", "1x1-KxK"], calibration=images(1))
     x = images(1)[0]
     kept = model[3].branches["residual"]
-    model.load_state_dict(some.state_dict(), strict=True)
+    dyrep.prepare_(model).load_state_dict(some.state_dict(), strict=True)
     assert dyrep.structure(model) == dyrep.structure(some)
     assert model[3].branches["residual"] is kept
     assert torch.equal(eval_output(model, x), eval_output(some, x))
@@ -301,7 +301,7 @@ def test_strict_load_changes_the_width_of_a_branch():
     dyrep.expand_(narrow, "3", ["1x1-KxK", "1x1"], calibration=images(1))
     dyrep.expand_(wide, "3", ["1x1-KxK"], width=3, calibration=images(1))
     x = images(1)[0]
-    narrow.load_state_dict(wide.state_dict(), strict=True)
+    dyrep.prepare_(narrow).load_state_dict(wide.state_dict(), strict=True)
     assert dyrep.structure(narrow) == dyrep.structure(wide)
     assert torch.equal(eval_output(narrow, x), eval_output(wide, x))
 

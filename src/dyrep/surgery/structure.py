@@ -141,8 +141,8 @@ def prepare_(model: nn.Module) -> nn.Module:
     inner = unwrap(model)
     group = sync_group(inner)
     for target in targets(inner):
-        if target.eligible:
-            as_block_(inner.get_submodule(target.name)).norm_group = group
+        if target.eligible or target.present:
+            as_block_(inner.get_submodule(target.name)).prepare_(group)
     return model
 
 

@@ -157,8 +157,8 @@ def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     computed = [name for name in ("weight", "bias") if name not in conv._parameters]
     if computed:
         return (
-            f"its {' and '.join(computed)} is computed (parametrization, weight norm, spectral norm or pruning), so it cannot be "
-            "rewritten; make it permanent first"
+            f"its {' and '.join(computed)} is computed (parametrization, weight norm, spectral norm or pruning), so it "
+            "cannot be rewritten; make it permanent first"
         )
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return f"{kind} has no shape yet; run one forward pass first"
