@@ -1,5 +1,7 @@
 """Two processes must take the same decisions and end with the same weights."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,9 +13,22 @@ from dyrep.errors import DesyncError
 from training import make_batches, make_net, train_epoch
 
 
-def run_rank(rank, init_file, out, in_place):
+@contextmanager
+def member(rank, init_file):
+    """One of two processes that work together; they leave together too."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_rank(rank, init_file, out, in_place):
+    with member(rank, init_file):
+        evolve_on_rank(rank, out, in_place)
+
+
+def evolve_on_rank(rank, out, in_place):
     plain = make_net(seed=rank)  # DistributedDataParallel gives both the weights of rank 0
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
@@ -29,7 +44,6 @@ def run_rank(rank, init_file, out, in_place):
     assert (controller.model is model) == in_place
     saved = {"model": plain.state_dict(), "structure": dyrep.structure(model), "kinds": kinds}
     torch.save(saved, f"{out}/rank{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -48,9 +62,12 @@ def test_two_ranks_decide_alike_and_end_with_identical_weights(tmp_path, in_plac
     assert not (tmp_path / "rank1.jsonl").exists()
 
 
-def run_disagreeing_rank(rank, init_file, out):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+def run_disagreeing_rank(rank, init_file):
+    with member(rank, init_file):
+        disagree_on_rank(rank)
+
+
+def disagree_on_rank(rank):
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     config = dyrep.DyRepConfig(interval=1, score="snip", include=("0",) if rank else ("3",))
@@ -60,8 +77,7 @@ def run_disagreeing_rank(rank, init_file, out):
     with pytest.raises(DesyncError, match="the ranks disagree on what to expand"):
         controller.epoch_end(batches)
     assert dyrep.structure(model)["blocks"] == {}
-    dist.destroy_process_group()
 
 
 def test_ranks_with_different_settings_stop_with_the_reason(tmp_path):
-    mp.spawn(run_disagreeing_rank, args=(tmp_path / "init", str(tmp_path)), nprocs=2)
+    mp.spawn(run_disagreeing_rank, args=(tmp_path / "init",), nprocs=2)

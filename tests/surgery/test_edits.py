@@ -200,6 +200,7 @@ def test_every_origin_norm_preserves_eval_output_and_is_cut_with_the_last_branch
         model, "2", gamma=0.5, calibration=[x] if calibrated else None, origin_norm=origin_norm, optimizer=optimizer
     )
     assert (model[2].origin_norm is not None) == (origin_norm != "none")
+    assert sorted(held_parameters(optimizer)) == sorted(id(p) for p in model.parameters())
     assert relative_change(eval_output(model, x), before) <= 1e-10
     train_step(model, optimizer, x)
     before = eval_output(model, x)
