@@ -69,6 +69,11 @@ class BranchNorm(nn.Module):
         """The paper's s_j: mean of |γ|."""
         return self.weight.detach().float().abs().mean()
 
+    @property
+    def spread(self) -> Tensor:
+        """The standard deviation that eval mode divides by."""
+        return (self.running_var + self.eps).sqrt()
+
     def start_calibration(self) -> None:
         """From now on running statistics are the cumulative mean over the batches seen."""
         self._calibrated_batches = 0
@@ -92,7 +97,7 @@ class BranchNorm(nn.Module):
     def make_identity_(self, channels: Tensor | None = None) -> None:
         """Choose γ and β so that in eval mode the norm changes nothing (in ``channels``, a mask; default all)."""
         mask = torch.ones_like(self.weight, dtype=torch.bool) if channels is None else channels
-        self.weight.copy_(torch.where(mask, (self.running_var + self.eps).sqrt(), self.weight))
+        self.weight.copy_(torch.where(mask, self.spread, self.weight))
         if self.bias is not None and self.running_mean is not None:
             self.bias.copy_(torch.where(mask, self.running_mean, self.bias))
 

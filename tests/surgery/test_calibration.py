@@ -69,8 +69,7 @@ def test_running_statistics_equal_an_independent_computation(bias, stride):
     plain = copy.deepcopy(model).train()
     with torch.no_grad():
         inputs = [plain[:3](batch) for batch in batches]
-        outputs = [plain[3](x) for x in inputs]
-    dyrep.expand_(model, "3", calibration=batches, origin_norm="calibrated")
+    dyrep.expand_(model, "3", calibration=batches)
     block = model[3]
     expected_branches = {"1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", *(["residual"] if stride == 1 else [])}
     assert set(block.branches) == expected_branches
@@ -87,13 +86,24 @@ def test_running_statistics_equal_an_independent_computation(bias, stride):
     inner = block.branches["1x1-KxK"]
     expected = mean_of(unbiased_variance(F.conv2d(x, inner.point.weight.detach())) for x in inputs)
     torch.testing.assert_close(inner.inner_norm.running_var, expected, **close)
-    expected = mean_of(unbiased_variance(y) for y in outputs)
-    torch.testing.assert_close(block.origin_norm.running_var, expected, **close)
-    torch.testing.assert_close(block.origin_norm.weight.detach(), (expected + 1e-5).sqrt(), **close)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_calibrated_origin_norm_is_the_identity_around_the_statistics_of_the_output(bias):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1, bias=bias)).double()
+    batches = images(4, dtype=torch.float64)
+    with torch.no_grad():
+        outputs = [model(batch) for batch in batches]
+    dyrep.expand_(model, "0", gamma=1e-9, calibration=batches, origin_norm="calibrated")
+    norm = model[0].origin_norm
+    assert torch.equal(norm.weight.detach(), (norm.running_var + 1e-5).sqrt())
+    close = {"rtol": 1e-6, "atol": 1e-8}
+    torch.testing.assert_close(norm.running_var, mean_of(unbiased_variance(y) for y in outputs), **close)
     if bias:
-        expected = mean_of(channel_mean(y) for y in outputs)
-        torch.testing.assert_close(block.origin_norm.running_mean, expected, **close)
-        torch.testing.assert_close(block.origin_norm.bias.detach(), expected, **close)
+        assert torch.equal(norm.bias.detach(), norm.running_mean)
+        torch.testing.assert_close(norm.running_mean, mean_of(channel_mean(y) for y in outputs), **close)
+    else:
+        assert norm.bias is norm.running_mean is None
 
 
 class Noisy(Dataset):

@@ -174,6 +174,14 @@ def test_expansion_changes_training_mode_output_by_at_most_one_percent(kind):
         assert model.training
 
 
+@pytest.mark.parametrize("gamma", [0.01, 0.1, 1.0])
+def test_calibrated_origin_norm_knows_the_origin_that_remains_beside_the_branches(gamma):
+    model, x = DRIFT_NETS["conv without BN"]().train(), torch.randn(32, 3, 12, 12)
+    before = train_output(model, x)
+    dyrep.expand_(model, "2", gamma=gamma, calibration=[x], origin_norm="calibrated")
+    assert relative_change(train_output(model, x), before) <= 1e-2
+
+
 def test_calibrated_origin_norm_drifts_no_more_on_an_expanded_conv_than_on_a_plain_one():
     x, calibration = torch.randn(16, 3, 12, 12), [torch.randn(16, 3, 12, 12) for _ in range(20)]
     first = DRIFT_NETS["conv without BN"]().train()

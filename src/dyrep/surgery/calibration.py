@@ -27,21 +27,33 @@ class Probe:
     Attributes:
         name: the convolution's name.
         conv: the convolution.
-        on_input: modules that are fed the convolution's input (branches to be).
-        on_output: modules that are fed its output (an origin norm to be).
+        branches: branches to be, which are fed the convolution's input.
+        output: a norm that is fed its output; its spread will multiply the branches' γ.
+        rest: a norm that is fed what is left of the output once the branches are taken out of it.
     """
 
     name: str
     conv: nn.Module
-    on_input: Sequence[nn.Module]
-    on_output: Sequence[nn.Module] = ()
+    branches: Sequence[nn.Module]
+    output: BranchNorm | None = None
+    rest: BranchNorm | None = None
     calls: int = field(default=0, init=False)
 
     @property
     def norms(self) -> list[BranchNorm]:
         """Every norm that is being calibrated here."""
-        modules = [*self.on_input, *self.on_output]
-        return [m for module in modules for m in module.modules() if isinstance(m, BranchNorm)]
+        modules = [*self.branches, self.output, self.rest]
+        return [m for module in modules if module is not None for m in module.modules() if isinstance(m, BranchNorm)]
+
+    def see(self, y: Tensor, added: Sequence[Tensor]) -> None:
+        """Measure one call: the convolution's output and what each branch computes."""
+        self.calls += 1
+        scale: Tensor | int = 1
+        if self.output is not None:
+            self.output(y)
+            scale = self.output.spread.reshape(1, -1, *(1 for _ in y.shape[2:]))
+        if self.rest is not None:
+            self.rest(y - sum(added) * scale)
 
 
 class _SeenEverything(BaseException):
@@ -76,16 +88,15 @@ def calibrate_(
     calls = used = 0
 
     def watch(probe: Probe, geometry: ConvGeometry) -> None:
+        added: list[Tensor] = []
+
         def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = geometry.branch_input(args[0] if args else kwargs["input"])
-            for module in probe.on_input:
-                module(x)
+            added[:] = [branch(x) for branch in probe.branches]
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
             nonlocal calls
-            for module in probe.on_output:
-                module(output if output.dim() == geometry.ndim + 2 else output.unsqueeze(0))
-            probe.calls += 1
+            probe.see(output if output.dim() == geometry.ndim + 2 else output.unsqueeze(0), added)
             calls += 1
             if calls == per_batch:
                 raise _SeenEverything

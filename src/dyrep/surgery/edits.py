@@ -130,12 +130,16 @@ def expand_(
         }
         for name, conv in convs.items()
     }
-    norms = {name: origin_norm_for(conv) for name, conv in convs.items()}
+    spreads = {name: origin_norm_for(conv) if relative_gamma else None for name, conv in convs.items()}
+    norms = {
+        name: None if origin_norm == "none" or _has_branches(conv) else origin_norm_for(conv)
+        for name, conv in convs.items()
+    }
     if ranks.distributed(distributed):
         ranks.broadcast_(p for made in grown.values() for branch in made.values() for p in branch.parameters())
     if calibration is not None:
         probes = [
-            Probe(name, conv, on_input=list(grown[name].values()), on_output=[norms[name]])
+            Probe(name, conv, list(grown[name].values()), output=spreads[name], rest=norms[name])
             for name, conv in convs.items()
         ]
         calibrate_(
@@ -150,17 +154,15 @@ def expand_(
     before = Snapshot(convs.values(), optimizer)
     try:
         for name, conv in convs.items():
-            if relative_gamma:
-                _scale_gamma_(grown[name], norms[name])
-            first_growth = not (isinstance(conv, RepConv) and conv.branches)
-            norm = _fresh_origin_norm(norms[name], origin_norm) if first_growth else None
-            attach_(conv, grown[name], norm)
+            _scale_gamma_(grown[name], spreads[name])
+            _start_origin_norm_(norms[name], origin_norm)
+            attach_(conv, grown[name], norms[name])
         synchronization = sync_group(model)
         for name, conv in convs.items():
             added: dict[str, nn.Module] = {f"branches.{key}": branch for key, branch in grown[name].items()}
-            assert isinstance(conv, RepConv)
-            if conv.origin_norm is not None and conv.origin_norm is norms[name]:
-                added["origin_norm"] = conv.origin_norm
+            norm = norms[name]
+            if norm is not None:
+                added["origin_norm"] = norm
             if synchronization is not None:
                 for module in added.values():
                     sync_norms_(module, *synchronization)
@@ -262,23 +264,27 @@ def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None
     return present if branches is None else list(dict.fromkeys(branches))
 
 
-def _fresh_origin_norm(norm: BranchNorm, kind: str) -> BranchNorm | None:
-    if kind == "none":
-        return None
-    if kind == "calibrated":
-        norm.make_identity_()
-        return norm
-    with torch.no_grad():  # as published: mean 0, variance 1, whatever calibration saw
-        norm.running_var.fill_(1)
-        if norm.running_mean is not None:
-            norm.running_mean.zero_()
-    return norm
+def _has_branches(conv: nn.Module) -> bool:
+    return isinstance(conv, RepConv) and bool(conv.branches)
 
 
 @torch.no_grad()
-def _scale_gamma_(branches: dict[str, Branch], norm: BranchNorm) -> None:
-    for branch in branches.values():
-        branch.norm.weight.mul_((norm.running_var + norm.eps).sqrt())
+def _start_origin_norm_(norm: BranchNorm | None, kind: str) -> None:
+    if norm is None:
+        return
+    if kind == "calibrated":
+        norm.make_identity_()
+    else:  # as published: mean 0, variance 1, whatever calibration saw
+        norm.running_var.fill_(1)
+        if norm.running_mean is not None:
+            norm.running_mean.zero_()
+
+
+@torch.no_grad()
+def _scale_gamma_(branches: Mapping[str, Branch], output: BranchNorm | None) -> None:
+    if output is not None:
+        for branch in branches.values():
+            branch.norm.weight.mul_(output.spread)
 
 
 @torch.no_grad()
