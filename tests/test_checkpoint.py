@@ -45,6 +45,14 @@ def test_loading_gives_a_differently_evolved_model_the_structure_of_the_file(evo
     assert torch.equal(dyrep.load(path, other).eval()(x), evolved.eval()(x))
 
 
+def test_loading_lets_an_optimizer_follow(evolved, tmp_path):
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dyrep.load(path, model, optimizer=optimizer)
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in model.parameters()}
+
+
 def test_loading_does_not_draw_random_numbers(evolved, tmp_path):
     path = dyrep.save(evolved, tmp_path / "model.safetensors")
     model = net()

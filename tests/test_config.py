@@ -19,8 +19,15 @@ from dyrep.errors import ConfigError
         ({"cut": "all"}, r"cut='all': must be one of paper, reference, none"),
         ({"cut_threshold": -0.1}, r"cut_threshold=-0\.1"),
         ({"cut_threshold": float("nan")}, r"cut_threshold=nan"),
-        ({"gamma": 0}, r"gamma=0: must be a positive number"),
+        ({"gamma": 0}, r"gamma=0: must be a positive, finite number"),
         ({"gamma": "small"}, r"gamma='small'"),
+        ({"gamma": float("inf")}, r"gamma=inf"),
+        ({"relative_gamma": "no"}, r"relative_gamma='no': must be True or False"),
+        ({"regrow": 1}, r"regrow=1: must be True or False"),
+        ({"include": ()}, r"include=\(\): nothing would ever be expanded"),
+        ({"start": 10, "stop": 5}, r"no update would ever be due: the first comes after 15 epochs"),
+        ({"total": 3, "interval": 5}, r"no update would ever be due.*total=3"),
+        ({"start": 5, "total": 5, "interval": 1}, r"no update would ever be due"),
         ({"origin_norm": "batch"}, r"origin_norm='batch': must be one of none, calibrated, reference"),
         ({"branches": ("1x1", "5x5")}, r"'5x5' is unknown; valid are 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1, residual"),
         ({"branches": ()}, r"branches=\(\)"),
@@ -71,6 +78,8 @@ def test_settings_survive_json():
 
 
 def test_unknown_settings_are_refused_with_the_list():
+    with pytest.raises(ConfigError, match=r"unknown settings foo; valid are branches,"):
+        DyRepConfig.paper(foo=1)
     with pytest.raises(ConfigError, match=r"unknown settings intervall; valid are branches,"):
         DyRepConfig.from_dict({"intervall": 3})
 

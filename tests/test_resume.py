@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import dyrep
+from dyrep.errors import OptimizerError, SettingsChangedWarning
 from training import make_batches, start, train_epoch
 
 BATCHES = make_batches()
@@ -57,6 +58,7 @@ def test_resuming_equals_never_having_stopped(optimizer, stop):
             assert torch.equal(torch.as_tensor(states[0]["state"][name][key]), torch.as_tensor(value)), (name, key)
 
 
+@pytest.mark.filterwarnings("ignore::dyrep.errors.SettingsChangedWarning")
 def test_a_state_loads_into_a_controller_that_has_evolved_otherwise():
     saved = start(**SETTINGS)
     epochs(saved, 0, 5)
@@ -66,6 +68,28 @@ def test_a_state_loads_into_a_controller_that_has_evolved_otherwise():
     other[2].load_state_dict(state["dyrep"])
     other[0].load_state_dict(state["model"])
     assert all(torch.equal(value, other[0].state_dict()[key]) for key, value in saved[0].state_dict().items())
+
+
+def test_other_settings_on_resuming_are_named():
+    saved = start(**SETTINGS)
+    epochs(saved, 0, 1)
+    other = start(**{**SETTINGS, "score": "grad_norm", "gamma": 0.5})
+    with pytest.warns(SettingsChangedWarning, match=r"score='snip' is now 'grad_norm', gamma=0.01 is now 0.5"):
+        other[2].load_state_dict(saved[2].state_dict())
+    assert other[2]._scorer.read().steps == 0
+
+
+def test_a_state_whose_optimizer_does_not_fit_changes_nothing():
+    saved = start(**SETTINGS)
+    epochs(saved, 0, 3)
+    state = saved[2].state_dict()
+    state["optimizer"]["groups"][0]["params"].append("nobody")
+    other = start(**SETTINGS)
+    before = list(other[0].state_dict())
+    with pytest.raises(OptimizerError, match=r"not in this optimizer: \['nobody'\]"):
+        other[2].load_state_dict(state)
+    assert list(other[0].state_dict()) == before
+    assert len(other[1].param_groups[0]["params"]) == len(list(other[0].parameters()))
 
 
 def test_the_users_own_optimizer_state_dict_loads_after_the_controllers():

@@ -231,3 +231,68 @@ def test_vote_goes_to_the_most_votes_and_ties_to_the_better_mean_rank():
 def test_random_scores_follow_their_generator():
     draw = [scoring.random_scores("abc", torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
+
+
+@pytest.mark.parametrize("as_keyword", [False, True])
+def test_a_step_with_a_closure_is_scored_by_the_gradients_the_closure_computes(conv, as_keyword):
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+    scorer = watched(conv, optimizer)
+    x = torch.randn(2, 3, 6, 6)
+    conv(x).square().mean().backward()
+    true = expected(conv)
+    optimizer.zero_grad()
+    calls = []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = conv(x).square().mean()
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure=closure) if as_keyword else optimizer.step(closure)
+    seen = scorer.read()
+    assert len(calls) == seen.steps == 1
+    assert float(loss) > 0
+    for metric, value in true.items():
+        assert seen.means[metric]["conv"] == pytest.approx(value, rel=1e-5)
+
+
+def test_lbfgs_is_scored_once_per_step_at_the_weights_before_it(conv):
+    optimizer = torch.optim.LBFGS(conv.parameters(), lr=0.1, max_iter=4)
+    scorer = watched(conv, optimizer, ["snip"])
+    x = torch.randn(2, 3, 6, 6)
+    conv(x).square().mean().backward()
+    true = expected(conv)["snip"]
+
+    def closure():
+        optimizer.zero_grad()
+        loss = conv(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert scorer.read().steps == 1
+    assert scorer.read().means["snip"]["conv"] == pytest.approx(true, rel=1e-5)
+
+
+def test_a_step_without_any_gradient_does_not_count(conv):
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+    scorer = watched(conv, optimizer)
+    optimizer.step()
+    assert scorer.read().steps == 0
+
+
+def test_a_state_with_other_metrics_starts_the_window_over(conv):
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.1)
+    scorer = watched(conv, optimizer, ["snip"])
+    one_backward(conv)
+    optimizer.step()
+    other = watched(conv, optimizer, ["grad_norm"])
+    other.load_state_dict(scorer.state_dict())
+    assert other.read().steps == 0
+
+
+def test_votes_are_over_the_operations_every_metric_knows():
+    votes = scoring.vote({"a": {"x": 1, "y": 2, "frozen": 9}, "b": {"x": 5, "y": 9}})
+    assert set(votes) == {"x", "y"}

@@ -101,6 +101,14 @@ def _residual_option(geometry: ConvGeometry) -> BranchOption:
     return BranchOption()
 
 
+def pools_by_convolution(geometry: ConvGeometry) -> bool:
+    """Whether average pooling has to run as a convolution with a constant kernel.
+
+    It can do what torch's pooling cannot: dilation, and in 3-d small images and half precision on a CPU.
+    """
+    return geometry.ndim == 3 or any(d != 1 for d in geometry.dilation)
+
+
 def make_branch(
     name: str,
     geometry: ConvGeometry,
@@ -280,8 +288,7 @@ class AverageBranch(Branch):
     def _pool(self, x: Tensor) -> Tensor:
         g = self.geometry
         pads = tuple(before for before, _ in g.pads)  # symmetric: anything else has been padded before
-        # a constant kernel does what pooling cannot: dilation, and in 3-d small images and half precision on a CPU
-        if g.ndim == 3 or any(d != 1 for d in g.dilation):
+        if pools_by_convolution(g):
             kernel = x.new_full((g.in_channels, 1, *g.kernel_size), 1 / g.taps)
             conv = _CONV_FUNCTIONS[g.ndim - 1]
             return conv(x, kernel, None, g.stride, pads, g.dilation, g.in_channels)

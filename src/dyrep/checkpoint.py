@@ -13,6 +13,7 @@ import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dyrep.errors import CheckpointError, DyRepError
 from dyrep.surgery.structure import restructure_, structure
@@ -66,12 +67,13 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
+def load(path: str | os.PathLike[str], model: nn.Module, *, optimizer: Optimizer | None = None) -> nn.Module:
     """Give a model the structure and weights of a file, strictly: every key must match.
 
     Args:
         path: what `save` wrote.
         model: the same architecture, plain or with any structure; changed in place.
+        optimizer: an optimizer that trains the model already; parameters join and leave it.
 
     Returns:
         The model.
@@ -97,16 +99,17 @@ def load(path: str | os.PathLike[str], model: nn.Module) -> nn.Module:
     for alias, key in about["aliases"].items():
         tensors[alias] = tensors[key]
     try:  # on a copy first: a model that the file does not fit must not be left half changed
-        _apply_(copy.deepcopy(bare(model)), about["structure"], tensors)
+        _apply_(copy.deepcopy(bare(model)), about["structure"], tensors, None)
     except (DyRepError, RuntimeError) as error:
         reasons = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit this model: {' '.join(reasons[:4])}") from error
-    _apply_(bare(model), about["structure"], tensors)
+    _apply_(bare(model), about["structure"], tensors, optimizer)
     return model
 
 
-def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    restructure_(model, wanted, generator=torch.Generator())  # weights drawn here are overwritten at once
+def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor], optimizer: Optimizer | None) -> None:
+    # weights drawn here are overwritten at once
+    restructure_(model, wanted, optimizer=optimizer, generator=torch.Generator())
     model.load_state_dict(tensors)
 
 

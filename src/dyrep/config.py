@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,7 +12,7 @@ from dyrep.errors import ConfigError
 from dyrep.policy import CUT_RULES
 from dyrep.scoring import SCORES
 from dyrep.surgery.calibration import CALIBRATION_BATCHES
-from dyrep.surgery.edits import ORIGIN_NORMS
+from dyrep.surgery.edits import ORIGIN_NORMS, check_growth
 
 UNITS = ("epoch", "step")
 
@@ -39,13 +39,15 @@ class DyRepConfig:
         cut_threshold: λ, the spread of importances above which branches are cut.
         max_depth: deepest nesting: 1 expands the model's own convolutions alone, None sets no limit.
         square_only: expand only kernels with equal sides.
-        regrow: let a block whose branches were cut grow them again.
+        regrow: let a block whose branches were cut grow them again. Its origin no longer has a scale-free weight, so
+            its score is not comparable with those of other convolutions under every metric.
         per_mac: rank operations by score per added multiply-add.
         macs_limit: most multiply-adds in training, as a multiple of the plain model's (default: no limit).
         include: expand only layers that match one of these patterns (``"backbone.*"``).
         exclude: never expand layers that match one of these.
         grasp_batches: batches for the second-order score.
-        drift_tolerance: an edit that changes eval outputs by more than this (relative, in the largest norm) is undone.
+        drift_tolerance: an edit that changes eval outputs by more than this (relative, in the largest norm) is undone
+            (default by the parameters' dtype: 1e-3, and 5e-2 for float16 and bfloat16).
         seed: of branch weights and random scores.
 
     Example:
@@ -76,18 +78,18 @@ class DyRepConfig:
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     grasp_batches: int = 1
-    drift_tolerance: float = 1e-3
+    drift_tolerance: float | None = None
     seed: int = 0
 
     @classmethod
     def paper(cls, **changes: Any) -> DyRepConfig:
-        """The paper to the letter: synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no depth limit."""
-        return replace(cls(), **changes)
+        """The paper's settings: synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no depth limit."""
+        return cls.from_dict(changes)
 
     @classmethod
     def reference(cls, **changes: Any) -> DyRepConfig:
         """The published code's choices: a fresh norm on the origin, its cut rule, nesting of at most two blocks."""
-        return replace(cls(origin_norm="reference", cut="reference", max_depth=2), **changes)
+        return cls.from_dict({"origin_norm": "reference", "cut": "reference", "max_depth": 2, **changes})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DyRepConfig:
@@ -118,7 +120,7 @@ class DyRepConfig:
         return any(fnmatchcase(layer, pattern) for pattern in self.exclude)
 
     def __post_init__(self) -> None:
-        for name in ("interval", "top_k", "width", "calibration_batches", "grasp_batches"):
+        for name in ("interval", "top_k", "calibration_batches", "grasp_batches"):
             _require(name, getattr(self, name), "a whole number of at least 1", _is_int(getattr(self, name), 1))
         for name in ("start", "seed"):
             _require(name, getattr(self, name), "a whole number of at least 0", _is_int(getattr(self, name), 0))
@@ -132,14 +134,24 @@ class DyRepConfig:
             ("cut", CUT_RULES),
         ):
             _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
-        for name in ("gamma", "drift_tolerance"):
-            value = getattr(self, name)
-            _require(name, value, "a positive number", _is_number(value) and value > 0)
+        for name in ("relative_gamma", "square_only", "regrow", "per_mac"):
+            _require(name, getattr(self, name), "True or False", isinstance(getattr(self, name), bool))
+        check_growth(self.gamma, self.width)
+        tolerance = self.drift_tolerance
+        fine = tolerance is None or (_is_number(tolerance) and tolerance > 0)
+        _require("drift_tolerance", tolerance, "None or a positive number", fine)
         _require("cut_threshold", self.cut_threshold, "a number of at least 0", _is_number(self.cut_threshold, 0))
         limit = self.macs_limit
         _require("macs_limit", limit, "None or a number of at least 1", limit is None or _is_number(limit, 1))
         self._check_branches()
         self._check_patterns()
+        ends = [end for end in (self.stop, None if self.total is None else self.total - 1) if end is not None]
+        if ends and self.start + self.interval > min(ends):
+            raise ConfigError(
+                f"no update would ever be due: the first comes after {self.start + self.interval} {self.unit}s, and "
+                f"none may come after {min(ends)} (interval={self.interval}, start={self.start}, stop={self.stop}, "
+                f"total={self.total})"
+            )
         if self.cut == "reference" and self.origin_norm == "none":
             raise ConfigError(
                 "cut='reference' compares branches with the origin's γ: set origin_norm='reference' or 'calibrated', "
@@ -151,7 +163,7 @@ class DyRepConfig:
             return
         if isinstance(self.branches, str) or not self.branches:
             raise ConfigError(f"branches={self.branches!r}: give a tuple from {', '.join(BRANCHES)}, or None for all")
-        object.__setattr__(self, "branches", tuple(self.branches))
+        object.__setattr__(self, "branches", tuple(dict.fromkeys(self.branches)))
         unknown = [branch for branch in self.branches if branch not in BRANCHES]
         if unknown:
             raise ConfigError(f"branches={self.branches!r}: {unknown[0]!r} is unknown; valid are {', '.join(BRANCHES)}")
@@ -161,6 +173,8 @@ class DyRepConfig:
             patterns = getattr(self, name)
             if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
                 raise ConfigError(f"{name}={patterns!r}: give a tuple of patterns such as ('backbone.*',)")
+            if name == "include" and not patterns:
+                raise ConfigError("include=(): nothing would ever be expanded; ('*',) includes everything")
             object.__setattr__(self, name, tuple(patterns))
 
 

@@ -7,27 +7,38 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from dyrep import policy, scoring
+from dyrep import policy
 from dyrep.block import RepConv
+from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
-from dyrep.errors import CheckpointError, ConfigError, DyRepError, IneligibleLayerError, ScoreNoiseWarning
+from dyrep.errors import (
+    CheckpointError,
+    ConfigError,
+    EditRolledBackWarning,
+    SettingsChangedWarning,
+    UnreachedLayerError,
+)
 from dyrep.events import EventLog
-from dyrep.guard import EditGuard, UpdateData
+from dyrep.guard import EditGuard
 from dyrep.norm import BranchNorm
+from dyrep.scorekeeper import ScoreKeeper
+from dyrep.scoring import Loss
 from dyrep.surgery import ranks
-from dyrep.surgery.costs import Costs, added_macs, costs
+from dyrep.surgery.costs import Costs, Positions, added_macs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import deploy
-from dyrep.surgery.optimizer import check_optimizer, load_state_by_name_, locate, state_by_name
-from dyrep.surgery.preserve import Forward, device_of, preserved_randomness
+from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
+from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
 from dyrep.surgery.structure import follow_, restructure_, structure
-from dyrep.surgery.targets import Target, targets
+from dyrep.surgery.targets import Target
+from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
 
 FORMAT = 1
@@ -56,7 +67,7 @@ class DyRep:
     Attributes:
         model: the model to train; the same object as given unless ``wrap`` is used.
         events: what has happened so far.
-        ignored: convolutions that will never be expanded, and why.
+        ignored: convolutions that cannot be expanded as things are, and why.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
@@ -79,31 +90,33 @@ class DyRep:
         config: DyRepConfig | None = None,
         *,
         forward: Forward | None = None,
-        loss: scoring.Loss | None = None,
+        loss: Loss | None = None,
         ema: nn.Module | Iterable[nn.Module] = (),
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         log: str | os.PathLike[str] | None = None,
         distributed: bool | None = None,
     ) -> None:
         self.config = DyRepConfig() if config is None else config
-        if self.config.score in ("grasp", "vote") and loss is None:
-            raise ConfigError(f"score={self.config.score!r} differentiates the loss: pass loss=fn(model, batch)")
         self.model = model
         self.optimizer = optimizer
         self.epoch = 0
         self.step = 0
         self.updates = 0
         self._forward = forward
-        self._loss = loss
         self._averages = [ema] if isinstance(ema, nn.Module) else list(ema)
         self._wrap = wrap
         self._distributed = distributed
         self._plain_macs: int | None = None
-        self.ignored = self._find_ignored()
-        self._scorer = scoring.StepScorer(optimizer, _step_metrics(self.config.score))
-        self._scorer.watch(self._operations())
+        self._candidates = Candidates(bare(model), optimizer, self.config)
+        self._scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
+        self._scorer.watch(self._candidates.operations())
         self._log = EventLog(log)
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
+
+    @property
+    def ignored(self) -> dict[str, str]:
+        """Convolutions that cannot be expanded as things are, and why."""
+        return self._candidates.ignored()
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -133,37 +146,44 @@ class DyRep:
     def update(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Expand and cut now, whatever the schedule says.
 
+        Up to ``calibration_batches`` batches are held in memory meanwhile.
+
         Raises:
             DyRepError: nothing can be expanded because no optimizer step was seen, the data does not serve, or ranks
-                disagree. The model is then as it was.
+                disagree. After any error the model and its optimizer are as they were.
         """
         began = time.perf_counter()
         model = bare(self.model)
         if ranks.distributed(self._distributed):  # what is folded must be the same everywhere
             ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
         with preserved_randomness(model, batches):
-            data = UpdateData(batches, self.config.grasp_batches)
-            before = self._costs(model, data)
-            scores, seen = self._scores(model, data)
-            growth = self._choose_growth(model, scores, before)
+            data = None if batches is None else self._read(batches)
+            scores, seen = self._scorer.scores(model, data, self._seed(stream=1))
             guard = EditGuard(
                 model,
                 self.optimizer,
-                data.first,
+                data[0] if data else None,
                 forward=self._forward,
                 tolerance=self.config.drift_tolerance,
                 distributed=self._distributed,
             )
-            if growth:
-                guard.attempt(growth, lambda: self._expand(model, growth, data))
-            importances = {name: block.importances for name, block in _block_states(model).items()}
-            for layer, branches in self._choose_cuts(model).items():
-                guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self.optimizer))  # noqa: B023
-            after = self._costs(model, data)
+            importances: dict[str, Mapping[str, float]] = {}
+            try:
+                if guard.healthy:
+                    self._grow(model, guard, scores, data)
+                    blocks = _block_states(model)
+                    importances = {name: block.importances for name, block in blocks.items()}
+                    self._cut(model, guard, blocks)
+                else:
+                    warnings.warn("the model's output is not finite, so its structure stays as it is", stacklevel=3)
+                after = self._costs(model, data)
+            except BaseException:
+                guard.undo_all()
+                raise
         done = [_explained(edit, scores, importances) for edit in guard.done]
         if done:
             self._spread(model)
-        self._scorer.watch(self._operations())
+        self._scorer.watch(self._candidates.operations())
         self.updates += 1
         self._log.write(
             "update",
@@ -179,7 +199,7 @@ class DyRep:
             parameters=sum(p.numel() for p in model.parameters()),
             macs=None if after is None else after.macs,
             plain_macs=self._plain_macs,
-            calibration_batches=data.drawn,
+            batches=len(data or ()),
             seconds=round(time.perf_counter() - began, 3),
         )
         return done
@@ -220,118 +240,39 @@ class DyRep:
         if not isinstance(state, Mapping) or state.get("format") != FORMAT:
             raise CheckpointError(f"not a DyRep state of format {FORMAT}; pass what DyRep.state_dict() returned")
         model = bare(self.model)
-        restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
-        load_state_by_name_(self.optimizer, model, state["optimizer"])
+        blocks = {**structure(model)["blocks"], **state["structure"]["blocks"]}
+        before = Snapshot([m for name, m in model.named_modules() if name in blocks], self.optimizer)
+        try:
+            restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
+            load_state_by_name_(self.optimizer, model, state["optimizer"])
+        except BaseException:
+            before.restore_()
+            raise
         self._spread(model)
-        self._scorer.watch(self._operations())
+        self._scorer.watch(self._candidates.operations())
         self._scorer.load_state_dict(state["scorer"])
         counters = state["counters"]
         self.epoch, self.step, self.updates = counters["epoch"], counters["step"], counters["updates"]
         self._plain_macs = state["plain_macs"]
+        self._warn_about_settings(state["config"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=self.step, update=self.updates)
-
-    # -- what can grow ------------------------------------------------------------------------------------------
-
-    def _candidates(self) -> list[Target]:
-        """Convolutions that could be expanded now, in module order."""
-        config = self.config
-        return [
-            target
-            for target in targets(bare(self.model))
-            if target.eligible
-            and target.name not in self.ignored
-            and not config.excludes(target.name)
-            and (config.regrow or not target.present)
-            and (config.max_depth is None or target.depth < config.max_depth)
-            and (not config.square_only or len(set(target.kernel_size)) == 1)
-            and self._wanted(target)
-        ]
-
-    def _wanted(self, target: Target) -> tuple[str, ...]:
-        """The branches a convolution would grow under this configuration."""
-        chosen = self.config.branches
-        return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
-
-    def _find_ignored(self) -> dict[str, str]:
-        check_optimizer(self.optimizer)
-        model = bare(self.model)
-        found = targets(model)
-        ignored = {}
-        for target in found:
-            if not target.eligible and not target.present:
-                ignored[target.name] = target.reason
-            elif not self.config.includes(target.name):
-                ignored[target.name] = "excluded by the configuration's include and exclude patterns"
-            elif locate(self.optimizer, model.get_submodule(target.name).weight) is None:  # type: ignore[arg-type]
-                ignored[target.name] = "its weight is not in the optimizer"
-        if len(ignored) == len(found):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(ignored.items())[:5])
-            raise IneligibleLayerError(f"no convolution of this model can be expanded ({reasons or 'it has none'})")
-        return ignored
-
-    def _operations(self) -> dict[str, list[Tensor]]:
-        model = bare(self.model)
-        return {
-            target.name: list(model.get_submodule(target.name).parameters(recurse=False))
-            for target in self._candidates()
-        }
 
     # -- decisions ----------------------------------------------------------------------------------------------
 
-    def _scores(self, model: nn.Module, data: UpdateData) -> tuple[dict[str, float], scoring.StepScores]:
-        """The score of every candidate under the configured metric."""
-        seen = self._scorer.read(self._distributed)
-        operations = self._operations()
-        metric = self.config.score
-        if metric == "random":
-            generator = torch.Generator().manual_seed(self._seed(stream=1))
-            return scoring.random_scores(operations, generator), seen
-        if not operations:
-            return {}, seen
-        if seen.steps == 0 and metric != "grasp":
-            if seen.skipped:
-                warnings.warn("every step since the last update had gradients that are not finite", stacklevel=3)
-                return {}, seen
-            raise DyRepError(
-                "no optimizer step was seen since the last update, so there is nothing to score by: is the optimizer "
-                "given to DyRep the one that steps, and was it stepped?"
-            )
-        if metric == "synflow":
-            self._warn_about_noise(seen)
-        if metric in scoring.STEP_METRICS:
-            return seen.means[metric], seen
-        assert self._loss is not None
-        grasp = scoring.grasp_scores(
-            model,
-            operations,
-            data.head,
-            self._loss,
-            max_batches=self.config.grasp_batches,
-            distributed=self._distributed,
-        )
-        if metric == "grasp":
-            return grasp, seen
-        return scoring.vote({**{m: seen.means[m] for m in scoring.VOTERS if m != "grasp"}, "grasp": grasp}), seen
-
-    def _choose_growth(self, model: nn.Module, scores: Mapping[str, float], now: Costs | None) -> list[str]:
+    def _choose_growth(
+        self, model: nn.Module, scores: Mapping[str, float], data: list[Any] | None, top_k: int
+    ) -> list[str]:
         config = self.config
         needs_costs = config.per_mac or config.macs_limit is not None
+        now = self._costs(model, data) if needs_costs else None
         if needs_costs and now is None:
             raise ConfigError("per_mac and macs_limit have to run the model to count multiply-adds: pass batches")
-        candidates = []
-        for target in self._candidates():
-            cost = 0
-            if needs_costs and now is not None:
-                conv = model.get_submodule(target.name)
-                cost = added_macs(conv, self._wanted(target), now.positions.get(target.name, 0), config.width)
-            score = scores.get(target.name, float("nan"))
-            candidates.append(policy.Candidate(target.name, score, target.depth, target.kernel_size, cost))
         spare = float("inf")
         if config.macs_limit is not None and now is not None and self._plain_macs is not None:
             spare = config.macs_limit * self._plain_macs - now.macs
         chosen = policy.choose_growth(
-            candidates,
-            top_k=config.top_k,
+            [self._candidate(model, target, scores, now) for target in self._candidates.targets()],
+            top_k=top_k,
             max_depth=config.max_depth,
             square_only=config.square_only,
             per_mac=config.per_mac,
@@ -339,47 +280,74 @@ class DyRep:
         )
         return self._agreed(chosen, "what to expand")
 
-    def _choose_cuts(self, model: nn.Module) -> dict[str, list[str]]:
-        config = self.config
-        cuts = policy.choose_cuts(_block_states(model), rule=config.cut, threshold=config.cut_threshold)
-        return self._agreed(cuts, "what to cut")
+    def _candidate(
+        self, model: nn.Module, target: Target, scores: Mapping[str, float], now: Costs | None
+    ) -> policy.Candidate:
+        cost = 0
+        if now is not None:
+            conv, positions = model.get_submodule(target.name), now.positions.get(target.name, Positions())
+            cost = added_macs(conv, self._candidates.wanted(target), positions, self.config.width)
+        score = scores.get(target.name, float("nan"))
+        return policy.Candidate(target.name, score, target.depth, target.kernel_size, cost)
 
     def _agreed(self, plan: Any, what: str) -> Any:
         if ranks.distributed(self._distributed):
             ranks.check_agreement(plan, what, device_of(self.model))
         return plan
 
-    def _warn_about_noise(self, seen: scoring.StepScores) -> None:
-        noise = scoring.noisy(seen.means["synflow"], seen.means["snip"])
-        if len(noise) * 2 > len(seen.means["synflow"]):
-            warnings.warn(
-                f"synflow is below numerical noise for {len(noise)} of {len(seen.means['synflow'])} convolutions (its "
-                f"terms cancel to less than {scoring.NOISE_RATIO:g} of their size): a norm follows them, so the loss "
-                "does not depend on the scale of their weights and the ranking is close to arbitrary. "
-                "score='invariant' or 'snip' is meaningful there",
-                ScoreNoiseWarning,
-                stacklevel=4,
-            )
+    def _warn_about_settings(self, saved: Mapping[str, Any]) -> None:
+        ours = self.config.to_dict()
+        changed = [f"{key}={saved.get(key)!r} is now {ours[key]!r}" for key in ours if saved.get(key) != ours[key]]
+        if changed:
+            text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)
+            warnings.warn(text, SettingsChangedWarning, stacklevel=3)
 
     # -- edits --------------------------------------------------------------------------------------------------
 
-    def _expand(self, model: nn.Module, layers: list[str], data: UpdateData) -> list[Edit]:
+    def _read(self, batches: Iterable[Any]) -> list[Any]:
+        wanted = max(self.config.calibration_batches, self.config.grasp_batches)
+        return list(islice(iterate(batches), wanted))
+
+    def _grow(self, model: nn.Module, guard: EditGuard, scores: Mapping[str, float], data: list[Any] | None) -> None:
+        """Expand the best operations; where one cannot be, say so, pass it over from now on, and take the next."""
+        generator = torch.Generator().manual_seed(self._seed(stream=0))
+        missing = self.config.top_k
+        while missing and (chosen := self._choose_growth(model, scores, data, missing)):
+            for layer in chosen:
+                try:
+                    grown = guard.attempt([layer], lambda: self._expand(model, layer, data, generator))  # noqa: B023
+                    reason = "expanding it changed the network's output"
+                except UnreachedLayerError as error:
+                    grown, reason = False, str(error)
+                    warnings.warn(reason, EditRolledBackWarning, stacklevel=4)
+                if grown:
+                    missing -= 1
+                else:
+                    self._candidates.reject(layer, reason)
+
+    def _expand(self, model: nn.Module, layer: str, data: list[Any] | None, generator: torch.Generator) -> list[Edit]:
         config = self.config
+        target = next(target for target in self._candidates.targets() if target.name == layer)
         return expand_(
             model,
-            layers,
-            {target.name: self._wanted(target) for target in targets(model) if target.name in layers},
+            layer,
+            self._candidates.wanted(target),
             gamma=config.gamma,
             relative_gamma=config.relative_gamma,
-            calibration=data.stream(),
+            calibration=data,
             calibration_batches=config.calibration_batches,
             forward=self._forward,
             optimizer=self.optimizer,
             origin_norm=config.origin_norm,
             width=config.width,
-            generator=torch.Generator().manual_seed(self._seed(stream=0)),
+            generator=generator,
             distributed=self._distributed,
         )
+
+    def _cut(self, model: nn.Module, guard: EditGuard, blocks: Mapping[str, policy.BlockState]) -> None:
+        cuts = policy.choose_cuts(blocks, rule=self.config.cut, threshold=self.config.cut_threshold)
+        for layer, branches in self._agreed(cuts, "what to cut").items():
+            guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self.optimizer))  # noqa: B023
 
     def _spread(self, model: nn.Module) -> None:
         """Let everything that depends on the set of parameters follow a change of structure."""
@@ -392,32 +360,33 @@ class DyRep:
         if ddp is not None:
             rewrap_ddp_(ddp)
 
-    def _costs(self, model: nn.Module, data: UpdateData) -> Costs | None:
-        if data.first is None:
+    def _costs(self, model: nn.Module, data: list[Any] | None) -> Costs | None:
+        if not data:
             return None
         if self._plain_macs is None:
-            self._plain_macs = costs(deploy(model), data.first, forward=self._forward).macs
-        return costs(model, data.first, forward=self._forward)
+            self._plain_macs = costs(deploy(model), data[0], forward=self._forward).macs
+        return costs(model, data[0], forward=self._forward)
 
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""
         return (self.config.seed * 1_000_003 + self.updates) * 2 + stream
 
 
-def _step_metrics(score: str) -> tuple[str, ...]:
-    """What has to be summed at every step for a score: synflow is judged against snip, votes need all voters."""
-    needed = {"synflow": ("synflow", "snip"), "vote": tuple(m for m in scoring.VOTERS if m != "grasp")}
-    return needed.get(score, (score,) if score in scoring.STEP_METRICS else ())
-
-
 def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:
+    """Importances of all branches, read from the device at once."""
+    blocks = {name: m for name, m in model.named_modules() if isinstance(m, RepConv) and m.branches}
+    norms = [norm for block in blocks.values() for norm in (block.origin_norm, *_last_norms(block))]
+    values = [norm.importance for norm in norms if norm is not None]
+    read = iter(torch.stack(values).tolist() if values else ())
     states = {}
-    for name, module in model.named_modules():
-        if isinstance(module, RepConv) and module.branches:
-            origin = None if module.origin_norm is None else float(module.origin_norm.importance)
-            importances = {branch: float(value) for branch, value in module.importances().items()}
-            states[name] = policy.BlockState(importances, origin)
+    for name, block in blocks.items():
+        origin = None if block.origin_norm is None else next(read)
+        states[name] = policy.BlockState({branch: next(read) for branch in block.branches}, origin)
     return states
+
+
+def _last_norms(block: RepConv) -> list[BranchNorm]:
+    return [branch.norm for branch in block.branch_modules().values()]
 
 
 def _explained(edit: Edit, scores: Mapping[str, float], importances: Mapping[str, Mapping[str, float]]) -> Edit:

@@ -27,6 +27,10 @@ class CalibrationError(DyRepError, ValueError):
     """Calibration data that cannot serve: none, the wrong kind, or a layer that it never reaches."""
 
 
+class UnreachedLayerError(CalibrationError):
+    """A layer that the model's forward never calls, so that branches on it would never run."""
+
+
 class OptimizerError(DyRepError, ValueError):
     """An optimizer that cannot follow a change of structure, or a saved state that does not fit it."""
 
@@ -56,4 +60,8 @@ class ScoreNoiseWarning(UserWarning):
 
 
 class EditRolledBackWarning(UserWarning):
-    """An edit that changed the network's output by more than the tolerance and was undone."""
+    """An edit that would have changed the network's function and was not made, or undone."""
+
+
+class SettingsChangedWarning(UserWarning):
+    """A run that goes on with other settings than it was saved with."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,7 +27,7 @@ class EditGuard:
         optimizer: its optimizer, restored along with it.
         batch: what to run the model on; None to accept every edit unmeasured.
         forward: ``forward(model, batch)`` to run it.
-        tolerance: largest relative change of the eval outputs; NaN is never tolerated.
+        tolerance: largest relative change of the eval outputs (default by dtype); NaN is never tolerated.
         distributed: whether ranks accept or reject together.
 
     Attributes:
@@ -42,43 +42,65 @@ class EditGuard:
         batch: Any,
         *,
         forward: Forward | None = None,
-        tolerance: float = 1e-3,
+        tolerance: float | None = None,
         distributed: bool | None = None,
     ) -> None:
         self.done: list[Edit] = []
         self.rejected: list[Edit] = []
+        self._snapshots: list[Snapshot] = []
         self._model = model
         self._optimizer = optimizer
         self._batch = batch
         self._forward = forward
-        self._tolerance = tolerance
+        self._tolerance = _default_tolerance(model) if tolerance is None else tolerance
         self._distributed = distributed
         self._before = self._outputs()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the model's outputs were finite to begin with; if not, no edit can be judged."""
+        values = [output for outputs in self._before.values() for output in outputs.values()]
+        fine = all(bool(torch.isfinite(value).all()) for value in values)
+        return self._together(fine)
 
     def attempt(self, layers: Iterable[str], edit: Callable[[], list[Edit]]) -> bool:
         """Make an edit that touches these layers; False if it had to be taken back."""
         snapshot = Snapshot([self._model.get_submodule(layer) for layer in layers], self._optimizer)
-        made = edit()
-        after = self._outputs()
+        try:
+            made = edit()
+            after = self._outputs()
+        except BaseException:
+            snapshot.restore_()
+            raise
         measured = {kind: drift(after[kind], self._before[kind]) for kind in after}
-        fine = all(measured[kind] <= self._tolerance for kind in measured if kind == "drift")
-        if ranks.distributed(self._distributed):
-            fine = bool(ranks.smallest(int(fine), device_of(self._model)))
+        fine = self._together(all(measured[kind] <= self._tolerance for kind in measured if kind == "drift"))
         made = [replace(one, detail={**one.detail, **measured}) for one in made]
         if fine:
             self.done += made
             self._before = after
+            self._snapshots.append(snapshot)
             return True
         snapshot.restore_()
         self.rejected += made
         warnings.warn(
             f"{'; '.join(map(str, made))}: changed the network's output by {measured['drift']:.2g} (tolerance "
-            f"{self._tolerance:g}) and was undone: something outside the convolution reads its weight, or the model's "
-            "output is not deterministic",
+            f"{self._tolerance:g}) and was undone. Something outside the convolution reads its weight, the model's "
+            "output is not deterministic, or it is computed in too low a precision to tell",
             EditRolledBackWarning,
             stacklevel=4,
         )
         return False
+
+    def undo_all(self) -> None:
+        """Take back every edit that was kept, last one first."""
+        while self._snapshots:
+            self._snapshots.pop().restore_()
+        self.done.clear()
+
+    def _together(self, fine: bool) -> bool:
+        if not ranks.distributed(self._distributed):
+            return fine
+        return bool(ranks.smallest(int(fine), device_of(self._model)))
 
     def _outputs(self) -> dict[str, dict[str, Tensor]]:
         if self._batch is None:
@@ -89,30 +111,6 @@ class EditGuard:
         }
 
 
-class UpdateData:
-    """The batches of one update: read once, the first few kept for measurements.
-
-    Args:
-        batches: any iterable, or None.
-        keep: how many batches to keep.
-    """
-
-    def __init__(self, batches: Iterable[Any] | None, keep: int) -> None:
-        self._rest = None if batches is None else iter(batches)
-        self.head = [] if self._rest is None else list(itertools.islice(self._rest, max(keep, 1)))
-        self.drawn = len(self.head)
-
-    @property
-    def first(self) -> Any:
-        """The first batch; None if there is none."""
-        return self.head[0] if self.head else None
-
-    def stream(self) -> Iterator[Any] | None:
-        """Every batch, those kept first; None if there was no data to begin with. To be read once."""
-        return None if self._rest is None else self._chain(self._rest)
-
-    def _chain(self, rest: Iterator[Any]) -> Iterator[Any]:
-        yield from self.head
-        for batch in rest:
-            self.drawn += 1
-            yield batch
+def _default_tolerance(model: nn.Module) -> float:
+    half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    return 5e-2 if half else 1e-3

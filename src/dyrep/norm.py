@@ -83,6 +83,15 @@ class BranchNorm(nn.Module):
         seen, self._calibrated_batches = self._calibrated_batches or 0, None
         return seen
 
+    @torch.no_grad()
+    def forget_dead_channels_(self) -> None:
+        """Where calibration saw (next to) no spread, act as if it had not been done.
+
+        Dividing by it would give a channel that is dead now, but may not stay so, a kernel hundreds of times too large.
+        """
+        dead = self.running_var < self.eps
+        self.running_var.copy_(torch.where(dead, torch.ones_like(self.running_var), self.running_var))
+
     def fold_arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         """What `algebra.fuse_norm` and `algebra.unfuse_norm` need to know, in ``dtype``."""
         return {

@@ -123,5 +123,5 @@ def choose_cuts(
         weak = [branch for branch, value in values.items() if value < ceiling]
         if spread > threshold and weak:
             cuts[layer] = weak
-    outer = [layer for layer, weak in cuts.items() if "1x1-KxK" in weak]  # takes what is nested inside along
-    return {layer: weak for layer, weak in cuts.items() if not any(is_inside(layer, block) for block in outer)}
+    gone = [(layer, branch) for layer, weak in cuts.items() for branch in weak]  # with all that is nested inside
+    return {layer: weak for layer, weak in cuts.items() if not any(is_inside(layer, *one) for one in gone)}

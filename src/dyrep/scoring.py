@@ -85,6 +85,7 @@ class StepScorer:
         self._operations: list[list[Tensor]] = []
         self._sums = torch.zeros(0, len(self.metrics))
         self._counts = torch.zeros(2)  # steps that counted, steps skipped
+        self._constants: dict[tuple[Any, ...], Tensor] = {}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
     def close(self) -> None:
@@ -96,6 +97,7 @@ class StepScorer:
         self._names = list(operations)
         self._operations = [list(parameters) for parameters in operations.values()]
         device = self._operations[0][0].device if self._operations else torch.device("cpu")
+        self._constants = {}
         self._sums = torch.zeros(len(self._names), len(self.metrics), device=device)
         self._counts = torch.zeros(2, device=device)
 
@@ -127,21 +129,42 @@ class StepScorer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with saved sums; those of operations or metrics that are not watched now are dropped."""
+        """Continue with saved sums, those of operations that are still watched; with other metrics, start over."""
         self.reset_()
+        if not set(self.metrics) <= set(state["metrics"]):
+            return
         for row, name in enumerate(self._names):
             if name in state["names"]:
                 for column, metric in enumerate(self.metrics):
-                    if metric in state["metrics"]:
-                        saved = state["sums"][state["names"].index(name), state["metrics"].index(metric)]
-                        self._sums[row, column] = saved
+                    saved = state["sums"][state["names"].index(name), state["metrics"].index(metric)]
+                    self._sums[row, column] = saved
         self._counts.copy_(state["counts"])
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Score now, or, if the step is given a closure, when that has computed the gradients."""
+        closure = kwargs.get("closure") or next((a for a in args if callable(a) and a is not optimizer), None)
+        if closure is None:
+            self._score_step(optimizer)
+            return None
+        scored = False
+
+        def scoring_closure() -> Any:
+            nonlocal scored
+            loss = closure()
+            if not scored:
+                scored = True
+                self._score_step(optimizer)
+            return loss
+
+        replaced = tuple(scoring_closure if argument is closure else argument for argument in args)
+        return replaced, {k: scoring_closure if v is closure else v for k, v in kwargs.items()}
+
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._operations or not self.metrics:
+    def _score_step(self, optimizer: Optimizer) -> None:
+        held = [(row, p) for row, operation in enumerate(self._operations) for p in operation if p.grad is not None]
+        if not held or not self.metrics:
             return
-        values = torch.stack([self._score(parameters) for parameters in self._operations])
+        values = self._values([row for row, _ in held], [p for _, p in held])
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself
         if scale is not None:
             values = values / scale
@@ -152,21 +175,35 @@ class StepScorer:
         self._sums += torch.where(finite, values, torch.zeros_like(values))
         self._counts += torch.stack([finite, ~finite])
 
-    def _score(self, parameters: list[Tensor]) -> Tensor:
-        """One operation's scores at this step; all are linear in the gradient's scale."""
-        held = [(p.float(), p.grad.float()) for p in parameters if p.grad is not None]
-        if not held:
-            return self._sums.new_zeros(len(self.metrics))
-        values = {}
+    def _values(self, rows: list[int], parameters: list[Tensor]) -> Tensor:
+        """Scores of every operation at this step; all are linear in the gradient's scale."""
+        thetas = [p.detach().float() for p in parameters]
+        gradients = [p.grad.float() for p in parameters]  # type: ignore[union-attr]
+        per_parameter: dict[str, Tensor] = {}
         if "synflow" in self.metrics or "snip" in self.metrics:
-            products = [theta * gradient for theta, gradient in held]
-            values["synflow"] = torch.stack([product.sum() for product in products]).sum()
-            values["snip"] = torch.stack([product.abs().sum() for product in products]).sum()
+            products = torch._foreach_mul(thetas, gradients)
+            per_parameter["synflow"] = torch.stack([product.sum() for product in products])
+            per_parameter["snip"] = torch.stack(torch._foreach_norm(products, 1))
+        if "grad_norm" in self.metrics or "invariant" in self.metrics:
+            norms = torch.stack(torch._foreach_norm(gradients))
+            per_parameter["grad_norm"] = norms**2
+            # of the kernel alone: a bias does not share its scale
+            kernel = [1.0 if theta.dim() > 1 else 0.0 for theta in thetas]
+            sizes = torch.stack(torch._foreach_norm(thetas))
+            per_parameter["invariant"] = norms * sizes * self._constant(kernel)
+        table = torch.stack([per_parameter[metric] for metric in self.metrics], dim=1)
+        values = torch.zeros_like(self._sums).index_add_(0, self._constant(rows), table)
         if "grad_norm" in self.metrics:
-            values["grad_norm"] = _norm([gradient for _, gradient in held])
-        if "invariant" in self.metrics:  # of the kernel alone: a bias does not share its scale
-            values["invariant"] = held[0][0].norm() * held[0][1].norm()
-        return torch.stack([values[metric] for metric in self.metrics])
+            column = self.metrics.index("grad_norm")
+            values[:, column] = values[:, column].sqrt()
+        return values
+
+    def _constant(self, values: list[Any]) -> Tensor:
+        """A tensor that is made once per set of operations: making one waits for the device."""
+        key = tuple(values)
+        if key not in self._constants:
+            self._constants[key] = torch.tensor(values, device=self._sums.device)
+        return self._constants[key]
 
 
 def grasp_scores(
@@ -232,11 +269,11 @@ def vote(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         >>> max(votes, key=votes.get), int(votes["y"])
         ('y', 2)
     """
-    names = list(next(iter(metrics.values())))
+    names = [name for name in next(iter(metrics.values())) if all(name in scores for scores in metrics.values())]
     result = dict.fromkeys(names, 0.0)
     for scores in metrics.values():
         ranking = sorted(names, key=lambda name: scores[name], reverse=True)
-        result[ranking[0]] += 1
+        result.update({name: result[name] + 1 for name in ranking[:1]})
         for rank, name in enumerate(ranking):  # a mean rank of 0 is worth just under one vote
             result[name] += (1 - (rank + 1) / (len(names) + 1)) / len(metrics)
     return result
@@ -255,7 +292,3 @@ def noisy(scores: Mapping[str, float], sizes: Mapping[str, float], ratio: float 
         ['a']
     """
     return [name for name, score in scores.items() if abs(score) <= ratio * sizes[name]]
-
-
-def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.norm() for tensor in tensors]).norm()

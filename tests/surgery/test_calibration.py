@@ -453,3 +453,26 @@ def test_unbatched_images_are_measured_like_a_batch_of_one():
     expected = unbiased_variance(mapped)
     torch.testing.assert_close(model[0].branches["1x1"].norm.running_var, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(model.eval()(image), before, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("batch", [torch.zeros(0, 3, 8, 8), torch.zeros(1, 3, 3, 3)], ids=["empty", "one value"])
+def test_batches_without_enough_values_are_an_error_that_names_the_layer(batch):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with pytest.raises(CalibrationError, match="too few values to measure '0'"):
+        dyrep.expand_(model, "0", calibration=[batch])
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_channels_that_calibration_sees_dead_do_not_blow_up_the_kernel():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)).eval()
+    x = torch.randn(8, 4, 8, 8)
+    x[:, 1] = 0
+    before, largest = model(x), model[0].weight.abs().max()
+    dyrep.expand_(model, "0", calibration=[x])
+    assert model[0].weight.abs().max() < 2 * largest
+    torch.testing.assert_close(model(x), before, rtol=1e-5, atol=1e-6)
+    dyrep.cut_(model, "0")
+    all_dead = torch.zeros(8, 4, 8, 8)
+    dyrep.expand_(model, "0", calibration=[all_dead])
+    assert model[0].weight.abs().max() < 2 * largest

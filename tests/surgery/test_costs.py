@@ -8,7 +8,7 @@ import torchvision
 from torch import nn
 
 import dyrep
-from dyrep.surgery.costs import added_macs
+from dyrep.surgery.costs import Positions, added_macs
 from surgery_helpers import assert_same_picture, conv_bn_net, images, picture
 
 
@@ -17,8 +17,8 @@ def test_resnet18_has_the_multiply_adds_and_parameters_that_papers_print():
     assert round(cost.macs / 1e9, 2) == 1.81
     assert cost.macs == 1_814_073_344
     assert cost.parameters == 11_689_512
-    assert cost.positions["conv1"] == 112 * 112
-    assert cost.positions["layer4.1.conv2"] == 7 * 7
+    assert cost.positions["conv1"] == Positions(input=224 * 224, output=112 * 112)
+    assert cost.positions["layer4.1.conv2"] == Positions(input=7 * 7, output=7 * 7)
 
 
 def vgg_like() -> nn.Sequential:
@@ -39,7 +39,7 @@ def test_small_vgg_equals_the_count_by_hand():
     convs = 8 * 3 * 9 * 256 + 16 * 8 * 9 * 64 + 16 * 4 * 9 * 64
     assert cost.macs == convs + 16 * 64 * 10
     assert cost.parameters == (8 * 27 + 8) + 16 * 72 + 32 + (16 * 36 + 16) + (16 * 64 * 10 + 10)
-    assert cost.positions == {"0": 256, "3": 64, "5": 64}
+    assert cost.positions == {"0": Positions(256, 256), "3": Positions(64, 64), "5": Positions(64, 64)}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -52,11 +52,22 @@ def test_count_is_per_example(batch):
     assert forward == alone
 
 
+def test_unbatched_input_is_one_example():
+    conv = nn.Conv2d(3, 8, 3, padding=1)
+    assert dyrep.costs(conv, torch.randn(3, 6, 6)) == dyrep.costs(conv, torch.randn(2, 3, 6, 6))
+
+
+def test_count_is_per_example_where_the_model_itself_is_never_called():
+    model = nn.ModuleDict({"body": vgg_like()})
+    cost = dyrep.costs(model, torch.randn(4, 3, 16, 16), forward=lambda m, b: m["body"](b))
+    assert cost.macs == dyrep.costs(vgg_like(), torch.randn(1, 3, 16, 16)).macs
+
+
 def test_conv_called_twice_counts_twice():
     conv = nn.Conv2d(3, 3, 3, padding=1)
     cost = dyrep.costs(nn.Sequential(conv, nn.ReLU(), conv), torch.randn(2, 3, 8, 8))
     assert cost.macs == 2 * 3 * 27 * 64
-    assert cost.positions == {"0": 128}
+    assert cost.positions == {"0": Positions(128, 128)}
     assert cost.parameters == 84
 
 
@@ -78,6 +89,10 @@ CONVS = {
     "depthwise": ({"kernel_size": 3, "padding": 1, "groups": 6}, 6, 6),
     "stride 2": ({"kernel_size": 3, "padding": 1, "stride": 2}, 6, 6),
     "depthwise stride 2": ({"kernel_size": 3, "padding": 1, "stride": 2, "groups": 6}, 6, 6),
+    "no padding": ({"kernel_size": 3}, 6, 6),
+    "no padding, stride 3": ({"kernel_size": 3, "stride": 3}, 6, 6),
+    "reflect": ({"kernel_size": 3, "padding": 1, "padding_mode": "reflect"}, 6, 6),
+    "even and dilated": ({"kernel_size": 2, "padding": "same", "dilation": 2}, 6, 6),
     "asymmetric stride": ({"kernel_size": 3, "padding": 1, "stride": (1, 2)}, 6, 8),
 }
 

@@ -691,3 +691,27 @@ def test_names_may_come_from_a_generator_and_repeat():
     made = dyrep.expand_(model, (name for name in ("0", "3", "0")), ["1x1"], calibration=[x])
     assert [edit.layer for edit in made] == ["0", "3"]
     assert relative_change(eval_output(model, x), before) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gamma": float("nan")}, "gamma=nan: must be a positive, finite number"),
+        ({"gamma": float("inf")}, "gamma=inf"),
+        ({"gamma": 0}, "gamma=0"),
+        ({"gamma": -1.0}, r"gamma=-1\.0"),
+        ({"width": 0}, "width=0: must be a whole number of at least 1"),
+        ({"width": 1.5}, r"width=1\.5"),
+    ],
+)
+def test_values_that_would_harm_the_model_are_refused(arguments, message):
+    model = nn.Sequential(nn.Conv2d(3, 3, 3))
+    with pytest.raises(ConfigError, match=message):
+        dyrep.expand_(model, "0", **arguments)
+    assert type(model[0]) is nn.Conv2d
+
+
+def test_one_branch_can_be_named_without_a_list():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3))
+    assert dyrep.expand_(model, "0", "1x1")[0].branches == ("1x1",)
+    assert dyrep.cut_(model, "0", "1x1")[0].branches == ("1x1",)

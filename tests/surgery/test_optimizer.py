@@ -274,7 +274,7 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error", "ignore:The epoch parameter in `scheduler.step")
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_scheduler_gives_the_same_rates_with_and_without_edits(kind):
     def run(edit: bool) -> list[list[tuple[float, float]]]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import dyrep
-from dyrep.errors import BranchError, IneligibleLayerError, UnknownLayerError, WrappedModelError
+from dyrep.errors import BranchError, IneligibleLayerError, OptimizerError, UnknownLayerError, WrappedModelError
 from surgery_helpers import assert_same_picture, conv_bn_net, eval_output, images, picture, relative_change
 
 
@@ -409,3 +409,30 @@ def test_compiled_model_is_listed_by_its_own_names():
     compiled = torch.compile(model, backend="eager")
     assert dyrep.targets(compiled) == dyrep.targets(model)
     assert [target.name for target in dyrep.targets(compiled)] == ["0", "3"]
+
+
+def test_model_that_folds_itself_as_a_whole_is_noted():
+    class Folding(nn.Sequential):
+        def fuse(self):
+            return self
+
+    assert dyrep.targets(Folding(plain()))[0].note.startswith("the model (Folding) folds itself")
+
+
+def test_sharded_weights_and_wrappers_are_refused_by_name():
+    class DTensor(torch.Tensor):
+        pass
+
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    class ZeroRedundancyOptimizer(torch.optim.SGD):
+        pass
+
+    model = nn.Sequential(plain())
+    with pytest.raises(WrappedModelError, match="FullyShardedDataParallel, which flattens the weights"):
+        dyrep.targets(FullyShardedDataParallel())
+    with pytest.raises(OptimizerError, match="ZeroRedundancyOptimizer splits parameters over ranks"):
+        dyrep.expand_(model, "0", optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(DTensor))
+    assert dyrep.targets(model)[0].reason == "its weight is sharded over several processes (DTensor)"

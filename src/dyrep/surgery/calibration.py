@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dyrep.errors import CalibrationError
+from dyrep.errors import CalibrationError, UnreachedLayerError
 from dyrep.geometry import ConvGeometry
 from dyrep.norm import BranchNorm
 from dyrep.surgery import ranks
-from dyrep.surgery.preserve import Forward, device_of, preserved, run_batch
+from dyrep.surgery.preserve import Forward, device_of, iterate, preserved, run_batch
 
 CALIBRATION_BATCHES = 20  # the paper's number
 
@@ -111,7 +111,7 @@ def calibrate_(
         try:
             for probe in probes:
                 watch(probe, ConvGeometry.of(probe.conv))
-            for batch in islice(iter(batches), max_batches):
+            for batch in islice(iterate(batches), max_batches):
                 calls = 0
                 with contextlib.suppress(_SeenEverything):
                     run_batch(model, batch, forward)
@@ -120,18 +120,19 @@ def calibrate_(
         finally:
             for handle in handles:
                 handle.remove()
+            tracked = [norm.finish_calibration() for norm in norms]
             for norm, mode in zip(norms, modes, strict=True):
-                norm.finish_calibration()
                 norm.train(mode)
-    _check(model, probes, used, ranks.distributed(distributed))
+    _check(model, probes, used, min(tracked, default=1), ranks.distributed(distributed))
+    for norm in norms:
+        norm.forget_dead_channels_()
     return used
 
 
-def _check(model: nn.Module, probes: Sequence[Probe], used: int, several: bool) -> None:
+def _check(model: nn.Module, probes: Sequence[Probe], used: int, tracked: int, several: bool) -> None:
     reached = min((probe.calls for probe in probes), default=1)
     if several:
-        device = device_of(model)
-        used, reached = ranks.smallest(used, device), ranks.smallest(reached, device)
+        used, reached, tracked = (ranks.smallest(count, device_of(model)) for count in (used, reached, tracked))
     if used == 0:
         raise CalibrationError(
             "calibration got no batches (an empty or used-up iterable): pass a loader or a list of batches, "
@@ -139,9 +140,15 @@ def _check(model: nn.Module, probes: Sequence[Probe], used: int, several: bool) 
         )
     if reached == 0:
         lost = [probe.name for probe in probes if probe.calls == 0]
-        raise CalibrationError(
+        raise UnreachedLayerError(
             f"calibration never reached {', '.join(map(repr, lost)) or 'a layer on another rank'}: the model's forward "
-            "does not call it (it may read its weight directly), so its branches would never run"
+            "does not call it (it may read its weight directly), so its branches would never run; leave it out"
+        )
+    if tracked == 0:
+        layers = ", ".join(repr(probe.name) for probe in probes)
+        raise CalibrationError(
+            f"the calibration batches hold too few values to measure {layers}: a channel needs at least two "
+            "(batch size times positions)"
         )
     for probe in probes:
         for norm in probe.norms:

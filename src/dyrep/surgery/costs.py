@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dyrep.branches import collapsed_kernel
-from dyrep.geometry import ConvGeometry
+from dyrep.branches import collapsed_kernel, pools_by_convolution
+from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.surgery.preserve import Forward, preserved, run_batch
 from dyrep.surgery.wrappers import bare
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Over how many positions (all spatial dimensions) a convolution works, per example.
+
+    Attributes:
+        input: positions its branches read.
+        output: positions it writes.
+    """
+
+    input: int = 0
+    output: int = 0
 
 
 @dataclass(frozen=True)
@@ -23,40 +37,42 @@ class Costs:
     Attributes:
         parameters: number of parameters, branches included.
         macs: multiply-adds of one forward pass per example (convolutions and matrix products, as papers count).
-        positions: output positions (all spatial dimensions) of every convolution, per example.
+        positions: positions of every convolution, summed over its calls.
     """
 
     parameters: int
     macs: int
-    positions: dict[str, int]
+    positions: dict[str, Positions]
 
 
 @torch.no_grad()
 def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Costs:
     """Count a model's parameters and multiply-adds by running it once in eval mode.
 
+    The examples of a batch are counted at the first convolution.
+
     Example:
         >>> costs(nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 6, 6)).macs  # 8 * 3 * 9 * 4 * 4
         3456
     """
     model = bare(model)
-    positions: dict[str, int] = {}
-    examples = [1]
+    positions: dict[str, Positions] = {}
+    examples: list[int] = []
 
     def watch(name: str, conv: nn.Module) -> Any:
-        def hook(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-            spatial = output.shape[2:] if output.dim() == conv.weight.dim() else output.shape[1:]  # type: ignore[operator]
-            positions[name] = positions.get(name, 0) + int(torch.Size(spatial).numel())
+        geometry = ConvGeometry.of(conv)
+        dims = geometry.ndim
 
-        return conv.register_forward_hook(hook)
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            x: Tensor = args[0] if args else kwargs["input"]
+            examples.append(x.shape[0] if x.dim() == dims + 2 else 1)
+            before = positions.get(name, Positions())
+            read = math.prod(geometry.branch_input(x).shape[-dims:])
+            positions[name] = Positions(before.input + read, before.output + math.prod(output.shape[-dims:]))
 
-    def count_examples(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = next((v for v in (*args, *kwargs.values()) if isinstance(v, (Tensor, list, tuple))), None)
-        examples[0] = max(len(first), 1) if first is not None else 1
+        return conv.register_forward_hook(hook, with_kwargs=True)
 
-    convs = {name: m for name, m in model.named_modules() if isinstance(m, (nn.Conv1d, nn.Conv2d, nn.Conv3d))}
-    handles = [watch(name, conv) for name, conv in convs.items()]
-    handles.append(model.register_forward_pre_hook(count_examples, with_kwargs=True))
+    handles = [watch(name, m) for name, m in model.named_modules() if isinstance(m, PLAIN_CONVS)]
     try:
         with preserved(model, training=False), FlopCounterMode(display=False) as counter:
             run_batch(model, batch, forward)
@@ -64,23 +80,29 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
         for handle in handles:
             handle.remove()
     parameters = sum(p.numel() for p in model.parameters())
-    return Costs(parameters, counter.get_total_flops() // 2 // examples[0], positions)
+    # hooks run inside out: of nested convolutions the inner ones come first, but all see the same batch
+    count = max(examples[0], 1) if examples else 1
+    return Costs(parameters, counter.get_total_flops() // 2 // count, positions)
 
 
-def added_macs(conv: nn.Module, branches: Iterable[str], positions: int, width: int = 1) -> int:
-    """Multiply-adds per example that branches would add to a convolution, given its number of output positions."""
+def added_macs(conv: nn.Module, branches: Iterable[str], positions: Positions, width: int = 1) -> int:
+    """Multiply-adds per example that branches would add to a convolution that works over these positions.
+
+    Example:
+        >>> conv = nn.Conv2d(8, 8, 3, padding=1)
+        >>> added_macs(conv, ["1x1", "residual"], Positions(input=16, output=16))  # 8 * 8 * 16
+        1024
+    """
     g = ConvGeometry.of(conv)
     per_tap = g.out_channels * g.in_channels // g.groups
-    in_positions = positions
-    for stride in g.stride:
-        in_positions *= stride  # exact for 'same' padding, near enough to rank by otherwise
     total = 0
     for name in branches:
         if name in ("1x1", "1xK", "Kx1"):
-            total += positions * per_tap * int(torch.Size(collapsed_kernel(name, g)).numel())
+            total += positions.output * per_tap * math.prod(collapsed_kernel(name, g))
         elif name == "1x1-AVG":
-            total += 0 if g.depthwise else positions * per_tap
+            total += 0 if g.depthwise else positions.output * per_tap
+            total += positions.output * g.in_channels * g.taps if pools_by_convolution(g) else 0
         elif name == "1x1-KxK":
             point = g.in_channels * width * g.in_channels // g.groups
-            total += in_positions * point + positions * per_tap * width * g.taps
+            total += positions.input * point + positions.output * per_tap * width * g.taps
     return total

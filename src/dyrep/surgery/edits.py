@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -110,6 +111,7 @@ def expand_(
     model = unwrap(model)
     convs = resolve(model, names)
     require_eligible(model, convs)
+    check_growth(gamma, width)
     if origin_norm not in ORIGIN_NORMS:
         raise ConfigError(f"origin_norm={origin_norm!r} is unknown; valid are {', '.join(ORIGIN_NORMS)}")
     if calibration is None and (relative_gamma or origin_norm == "calibrated"):
@@ -229,7 +231,16 @@ def cut_(
     return [Edit("cut", name, tuple(cut)) for name, cut in doomed.items()]
 
 
+def check_growth(gamma: float, width: int) -> None:
+    """Raise unless a branch can start with this γ and inner width."""
+    if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 < gamma < math.inf:
+        raise ConfigError(f"gamma={gamma!r}: must be a positive, finite number (the paper's is 0.01)")
+    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
+        raise ConfigError(f"width={width!r}: must be a whole number of at least 1")
+
+
 def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
+    branches = [branches] if isinstance(branches, str) else branches
     present = set(conv.branches) if isinstance(conv, RepConv) else set()
     options = branch_options(ConvGeometry.of(conv))
     if branches is None:
@@ -255,6 +266,7 @@ def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None)
 
 
 def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
+    branches = [branches] if isinstance(branches, str) else branches
     present = list(conv.branches) if isinstance(conv, RepConv) else []
     if not present:
         raise BranchError(f"layer {name!r} has no branches to cut")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dyrep.block import RepConv, as_plain_
 from dyrep.errors import DyRepError
-from dyrep.surgery.preserve import Forward, preserved, run_batch
+from dyrep.surgery.preserve import Forward, device_of, preserved, run_batch
 from dyrep.surgery.wrappers import bare, forget_compiled
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -42,7 +42,8 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     for block in [module for module in plain.modules() if isinstance(module, RepConv)]:
         if isinstance(block, RepConv):  # a block inside a branch is gone with its parent
             as_plain_(block)
-    forget_compiled()
+    if inplace:
+        forget_compiled()
     return plain
 
 
@@ -135,16 +136,21 @@ def verify(
 
 @torch.no_grad()
 def eval_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
-    """A model's outputs in eval mode, by name; the model is left as it was."""
-    with preserved(model, training=False):
+    """A model's outputs in eval mode, by name, in its own precision; the model is left as it was."""
+    with preserved(model, training=False), _full_precision(model):
         return dict(_named_tensors(run_batch(model, batch, forward)))
 
 
 @torch.no_grad()
 def train_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
-    """A model's outputs in training mode, by name; the model is left as it was."""
-    with preserved(model, training=True):
+    """A model's outputs in training mode, by name, in its own precision; the model is left as it was."""
+    with preserved(model, training=True), _full_precision(model):
         return dict(_named_tensors(run_batch(model, batch, forward)))
+
+
+def _full_precision(model: nn.Module) -> torch.autocast:
+    """Switch autocast off: its rounding is larger than any difference worth finding."""
+    return torch.autocast(device_of(model).type, enabled=False)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:

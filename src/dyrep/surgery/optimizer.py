@@ -6,6 +6,7 @@ remember groups by position, never notice, and the state of every surviving para
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -145,7 +146,7 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
         group["params"][:] = [by_name[name] for name in stored["params"]]
         if "param_names" in group:
             group["param_names"][:] = [given[name] for name in stored["params"]]
-        group.update(stored["options"])
+        group.update(copy.deepcopy(stored["options"]))
     for parameter in by_name.values():
         optimizer.state.pop(parameter, None)
     for name, values in saved["state"].items():
@@ -187,6 +188,7 @@ def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: 
     fresh = {id(child) for _, module in modules if id(module) in new for child in module.modules()}
     place = next(i for i, (_, module) in enumerate(modules) if module is conv)
     path = modules[place][0].split(".")
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     best: Tensor | None = None
     most = -1
     for name, module in (*modules[place + 1 :], *reversed(modules[:place])):
@@ -195,7 +197,7 @@ def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: 
             shared = sum(
                 1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, name.split("."), strict=False))
             )
-            if shared > most and locate(optimizer, weight) is not None:
+            if shared > most and id(weight) in held:
                 best, most = weight, shared
     return best
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +37,7 @@ def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = 
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    with preserved_randomness(model, batches):
+    with preserved_randomness(model, batches), uncompiled():
         try:
             if training is not None and training != model.training:
                 model.train(training)
@@ -47,6 +49,27 @@ def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = 
                     module._buffers[name] = buffer
             for module, mode in modes:
                 module.training = mode
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run everything eagerly: compiled code does not see hooks, and cannot be differentiated twice."""
+    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it would take seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def iterate(batches: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over batches without disturbing whoever is iterating over them already.
+
+    A loader with persistent workers has a single iterator, which starting another one would reset.
+    """
+    if getattr(batches, "persistent_workers", False) and getattr(batches, "_iterator", None) is not None:
+        batches = copy.copy(batches)
+        batches._iterator = None  # type: ignore[attr-defined]
+    return iter(batches)
 
 
 @contextmanager

@@ -130,7 +130,8 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
 def prepare_(model: nn.Module) -> nn.Module:
     """Make a plain model able to take on whatever structure a state dict has; its keys and function do not change.
 
-    A strict `load_state_dict` then grows and sheds branches as the file says. Do this before building an optimizer.
+    A strict `load_state_dict` then grows and sheds branches as the file says. Build the optimizer after loading: one
+    that exists already would not hold the new parameters (`dyrep.load` can take care of that).
 
     Example:
         >>> model, twin = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
@@ -206,8 +207,8 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str,
 def _check_layer(model: nn.Module, name: str, blocks: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise unless a layer is a convolution of the model, or the one inside a branch that will be there."""
     if any(is_inside(name, block) for block in {**structure(model)["blocks"], **blocks}):
-        outer = name.removesuffix("branches.1x1-KxK.conv").removesuffix(".")
-        if "1x1-KxK" not in blocks.get(outer, {}).get("branches", ()):
+        *outer, _, branch, conv = name.split(".")
+        if conv != "conv" or branch not in blocks.get(".".join(outer), {}).get("branches", ()):
             raise StructureError(f"layer {name!r} is inside a branch that the structure does not have")
     elif not isinstance(_find(model, name), PLAIN_CONVS):
         raise StructureError(

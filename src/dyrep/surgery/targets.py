@@ -111,9 +111,10 @@ def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
             raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
 
 
-def is_inside(name: str, block: str) -> bool:
-    """Whether a layer is part of a branch of a block, by their names."""
-    return name.startswith(f"{block}.branches." if block else "branches.")
+def is_inside(name: str, block: str, branch: str | None = None) -> bool:
+    """Whether a layer is part of a branch (of a given one) of a block, by their names."""
+    start = f"{block}.branches." if block else "branches."
+    return name.startswith(start if branch is None else f"{start}{branch}.")
 
 
 def _describe(
@@ -129,11 +130,11 @@ def _describe(
         wanted = tuple(branch for branch, option in options.items() if not option.reason and branch not in present)
         if not wanted:
             reason = "it has every branch already" if present else next(iter(left_out.values()))
-    owner = next((p for p in parents if p and (name == p or name.startswith(p + "."))), None)
+    owner = next((p for p in parents if not p or name.startswith(p + ".")), None)
     note = ""
     if owner is not None and not reason:
         note = (
-            f"{owner} ({parents[owner]}) folds itself by reading this weight: "
+            f"{owner or 'the model'} ({parents[owner]}) folds itself by reading this weight: "
             "call dyrep.deploy before folding it, or the branches are lost"
         )
     return Target(

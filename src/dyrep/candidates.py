@@ -1,0 +1,104 @@
+"""Which convolutions a configuration allows to grow in a model that an optimizer trains."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dyrep.block import RepConv
+from dyrep.config import DyRepConfig
+from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
+from dyrep.surgery.optimizer import check_optimizer
+from dyrep.surgery.targets import Target, is_inside, targets
+
+
+class Candidates:
+    """Looks the model over anew at every question: layers are frozen and unfrozen, grown and cut meanwhile.
+
+    Args:
+        model: the bare model.
+        optimizer: the optimizer that trains it.
+        config: settings.
+
+    Raises:
+        IneligibleLayerError: nothing can ever grow.
+        OptimizerError: the optimizer cannot follow, or lacks parameters of branches that are there already.
+        ConfigError: blocks that are there already do not fit the settings.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1))
+        >>> found = Candidates(model, torch.optim.SGD(model.parameters(), lr=0.1), DyRepConfig())
+        >>> [target.name for target in found.targets()], found.ignored()
+        (['0'], {'1': 'the kernel is 1x1: a branch could only repeat it'})
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, config: DyRepConfig) -> None:
+        check_optimizer(optimizer)
+        self._model, self._optimizer, self._config = model, optimizer, config
+        self._rejected: dict[str, str] = {}
+        self._check_existing_blocks()
+        if not self.targets() and not any(target.present for target in targets(model)):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.ignored().items())[:5])
+            raise IneligibleLayerError(f"no convolution of this model can be expanded ({reasons or 'it has none'})")
+
+    def targets(self) -> list[Target]:
+        """Convolutions that could grow now, in module order."""
+        config = self._config
+        return [
+            target
+            for target, reason in self._judged()
+            if not reason and (config.regrow or not target.present) and self.wanted(target)
+        ]
+
+    def ignored(self) -> dict[str, str]:
+        """Convolutions that cannot grow as things are, and why; those that have all their branches are not listed."""
+        return {target.name: reason for target, reason in self._judged() if reason and not target.present}
+
+    def wanted(self, target: Target) -> tuple[str, ...]:
+        """The branches a convolution would grow."""
+        chosen = self._config.branches
+        return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
+
+    def operations(self) -> dict[str, list[Tensor]]:
+        """Parameters of every candidate, to score it by."""
+        return {t.name: list(self._model.get_submodule(t.name).parameters(recurse=False)) for t in self.targets()}
+
+    def reject(self, layer: str, reason: str) -> None:
+        """Never consider a layer again."""
+        self._rejected[layer] = reason
+
+    def _judged(self) -> list[tuple[Target, str]]:
+        """Every convolution with the reason against it, if there is one."""
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        found = targets(self._model)
+        outermost = [target.name for target in found if target.depth == 0]
+        judged = []
+        for target in found:
+            root = next((name for name in outermost if is_inside(target.name, name)), target.name)
+            reason = "" if target.eligible else target.reason
+            if target.name in self._rejected:
+                reason = self._rejected[target.name]
+            elif not self._config.includes(root) or self._config.excludes(target.name):
+                reason = reason or "excluded by the configuration's include and exclude patterns"
+            elif id(self._model.get_submodule(target.name).weight) not in held:
+                reason = reason or "its weight is not in the optimizer"
+            judged.append((target, reason))
+        return judged
+
+    def _check_existing_blocks(self) -> None:
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        for name, module in self._model.named_modules():
+            if not isinstance(module, RepConv) or not module.branches:
+                continue
+            lost = [key for key, p in module.branches.named_parameters() if p.requires_grad and id(p) not in held]
+            if lost and id(module.weight) in held:
+                raise OptimizerError(
+                    f"layer {name!r} has branches that the optimizer does not train ({lost[0]} and {len(lost) - 1} "
+                    "more parameters): expand and load with optimizer=, or build the optimizer afterwards"
+                )
+            if self._config.cut == "reference" and module.origin_norm is None:
+                raise ConfigError(
+                    f"layer {name!r} has branches but no norm on its origin, which cut='reference' compares them with: "
+                    "use cut='paper', or expand it with origin_norm='reference' or 'calibrated'"
+                )
