@@ -36,6 +36,19 @@ def freeze_norms(model: nn.Sequential) -> None:
             setattr(model, name, frozen)
 
 
+def shrink(factor: float) -> Callable[[nn.Sequential], None]:
+    """Make the layer's output smaller without changing the network: the norm after it takes the factor out again."""
+
+    @torch.no_grad()
+    def finish(model: nn.Sequential) -> None:
+        model.get_submodule(LAYER).weight.mul_(factor)
+        norm = model.get_submodule(LAYER.replace("conv", "norm"))
+        norm.running_mean.mul_(factor)
+        norm.running_var.mul_(factor**2)
+
+    return finish
+
+
 def without_norms() -> nn.Sequential:
     model = small_vgg()
     for name, module in list(model.named_children()):
@@ -54,11 +67,14 @@ def keep(_: nn.Sequential) -> None:
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], float, Callable[[nn.Sequential], None]]] = {
     "conv then batch norm": (small_vgg, 0.05, keep),
+    "the same, output 10 times smaller": (small_vgg, 0.05, shrink(0.1)),
+    "the same, output 100 times smaller": (small_vgg, 0.05, shrink(0.01)),
     "conv with bias, no norm": (without_norms, 0.01, keep),
     "conv then frozen batch norm": (small_vgg, 0.05, freeze_norms),
 }
 VARIANTS = {
     "none (default)": {"origin_norm": "none"},
+    "none, relative γ": {"origin_norm": "none", "relative_gamma": True},
     "none, not calibrated": {"origin_norm": "none", "calibrate": False},
     "calibrated": {"origin_norm": "calibrated"},
     "reference (published)": {"origin_norm": "reference"},
@@ -107,7 +123,7 @@ def main() -> None:
                 values = [run[mode] for run in runs]
                 row[f"{mode}_median"], row[f"{mode}_max"] = statistics.median(values), max(values)
             rows.append(row)
-            print(f"{network:28s} {variant:24s} eval {row['eval_max']:.1e}  train {row['train_max']:.1e}", flush=True)
+            print(f"{network:36s} {variant:24s} eval {row['eval_max']:.1e}  train {row['train_max']:.1e}", flush=True)
     setup = {
         "command": "make drift",
         "measure": "largest change of the logits over their largest value, one expansion with all branches",

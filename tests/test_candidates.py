@@ -31,7 +31,7 @@ def test_a_layer_frozen_later_drops_out_and_comes_back_when_unfrozen():
 
 def test_a_rejected_layer_stays_out_with_the_reason():
     candidates = found(make_net())
-    candidates.reject("3", "it misbehaved")
+    candidates.rejected["3"] = "it misbehaved"
     assert names(candidates) == ["0", "5"]
     assert candidates.ignored() == {"3": "it misbehaved"}
 

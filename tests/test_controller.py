@@ -494,8 +494,13 @@ def test_layers_that_cannot_be_expanded_are_passed_over_and_the_next_best_is_tak
     assert [edit.layer for edit in edits] == ["good"]
     assert controller.ignored["conv"] == "expanding it changed the network's output"
     assert "never reached 'unused'" in controller.ignored["unused"]
+    assert set(controller.events[-1]["rejected"]) == {"conv", "unused"}
     train_epoch(model, optimizer, BATCHES)
     assert controller.epoch_end(BATCHES) == []
+    twin = HalfBroken()
+    resumed = DyRep(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), controller.config)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.ignored == controller.ignored
 
 
 def test_an_error_in_the_middle_of_an_update_undoes_all_of_it():

@@ -35,6 +35,8 @@ def evolve_on_rank(rank, out, in_place):
     config = dyrep.DyRepConfig(interval=1, score="snip", calibration_batches=2, cut_threshold=0.0005)
     wrap = None if in_place else DistributedDataParallel
     controller = dyrep.DyRep(model, optimizer, config, wrap=wrap, log=f"{out}/rank{rank}.jsonl")
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
     torch.manual_seed(rank)
     batches = make_batches(seed=rank)
     kinds = []
@@ -42,6 +44,7 @@ def evolve_on_rank(rank, out, in_place):
         train_epoch(controller.model, optimizer, batches)
         kinds += [edit.kind for edit in controller.epoch_end(batches)]
     assert (controller.model is model) == in_place
+    assert len(calls) == (12 if in_place else 3)  # a wrapper that is kept keeps its hooks
     saved = {"model": plain.state_dict(), "structure": dyrep.structure(model), "kinds": kinds}
     torch.save(saved, f"{out}/rank{rank}.pt")
 

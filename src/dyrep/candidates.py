@@ -20,6 +20,9 @@ class Candidates:
         optimizer: the optimizer that trains it.
         config: settings.
 
+    Attributes:
+        rejected: layers that turned out not to bear expansion, and why; never considered again.
+
     Raises:
         IneligibleLayerError: nothing can ever grow.
         OptimizerError: the optimizer cannot follow, or lacks parameters of branches that are there already.
@@ -36,7 +39,7 @@ class Candidates:
     def __init__(self, model: nn.Module, optimizer: Optimizer, config: DyRepConfig) -> None:
         check_optimizer(optimizer)
         self._model, self._optimizer, self._config = model, optimizer, config
-        self._rejected: dict[str, str] = {}
+        self.rejected: dict[str, str] = {}
         self._check_existing_blocks()
         if not self.targets() and not any(target.present for target in targets(model)):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.ignored().items())[:5])
@@ -64,10 +67,6 @@ class Candidates:
         """Parameters of every candidate, to score it by."""
         return {t.name: list(self._model.get_submodule(t.name).parameters(recurse=False)) for t in self.targets()}
 
-    def reject(self, layer: str, reason: str) -> None:
-        """Never consider a layer again."""
-        self._rejected[layer] = reason
-
     def _judged(self) -> list[tuple[Target, str]]:
         """Every convolution with the reason against it, if there is one."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
@@ -77,8 +76,8 @@ class Candidates:
         for target in found:
             root = next((name for name in outermost if is_inside(target.name, name)), target.name)
             reason = "" if target.eligible else target.reason
-            if target.name in self._rejected:
-                reason = self._rejected[target.name]
+            if target.name in self.rejected:
+                reason = self.rejected[target.name]
             elif not self._config.includes(root) or self._config.excludes(target.name):
                 reason = reason or "excluded by the configuration's include and exclude patterns"
             elif id(self._model.get_submodule(target.name).weight) not in held:

@@ -192,6 +192,7 @@ class DyRep:
             step=self.step,
             edits=[edit.as_dict() for edit in done],
             rolled_back=[edit.as_dict() for edit in guard.rejected],
+            rejected=self._candidates.rejected,
             scores=scores,
             scored_steps=seen.steps,
             skipped_steps=seen.skipped,
@@ -225,6 +226,7 @@ class DyRep:
             "optimizer": state_by_name(self.optimizer, model),
             "scorer": self._scorer.state_dict(),
             "counters": {"epoch": self.epoch, "step": self.step, "updates": self.updates},
+            "rejected": dict(self._candidates.rejected),
             "plain_macs": self._plain_macs,
             "next_event": self._log.next_seq,
         }
@@ -249,6 +251,7 @@ class DyRep:
             before.restore_()
             raise
         self._spread(model)
+        self._candidates.rejected = dict(state["rejected"])
         self._scorer.watch(self._candidates.operations())
         self._scorer.load_state_dict(state["scorer"])
         counters = state["counters"]
@@ -323,7 +326,7 @@ class DyRep:
                 if grown:
                     missing -= 1
                 else:
-                    self._candidates.reject(layer, reason)
+                    self._candidates.rejected[layer] = reason
 
     def _expand(self, model: nn.Module, layer: str, data: list[Any] | None, generator: torch.Generator) -> list[Edit]:
         config = self.config

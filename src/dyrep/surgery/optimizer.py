@@ -192,13 +192,11 @@ def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: 
     best: Tensor | None = None
     most = -1
     for name, module in (*modules[place + 1 :], *reversed(modules[:place])):
-        weight = getattr(module, "weight", None)
-        if isinstance(module, _NORMS) and id(module) not in fresh and isinstance(weight, Tensor):
-            shared = sum(
-                1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, name.split("."), strict=False))
-            )
-            if shared > most and id(weight) in held:
-                best, most = weight, shared
+        if isinstance(module, _NORMS) and id(module) not in fresh and id(module.weight) in held:
+            pairs = zip(path, name.split("."), strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if shared > most:
+                best, most = module.weight, shared
     return best
 
 

@@ -67,7 +67,7 @@ def forget_compiled() -> None:
 def rewrap_ddp_(wrapper: DistributedDataParallel) -> None:
     """Initialise a DistributedDataParallel wrapper again, in place, after its module's parameters changed.
 
-    The user's variable keeps pointing to it. Its settings and communication hooks are carried over.
+    The user's variable keeps pointing to it. Its settings and hooks are carried over.
     """
     known: dict[str, Any] = {
         "device_ids": wrapper.device_ids,
@@ -83,12 +83,14 @@ def rewrap_ddp_(wrapper: DistributedDataParallel) -> None:
     }
     accepted = inspect.signature(DistributedDataParallel.__init__).parameters
     settings = {name: value for name, value in known.items() if name in accepted}
-    hooks = list(getattr(wrapper, "_comm_hooks", []))
-    module, training = wrapper.module, wrapper.training
+    module, before = wrapper.module, dict(wrapper.__dict__)
     wrapper.__dict__.clear()
     wrapper.__init__(module, **settings)  # type: ignore[misc]
-    wrapper.training = training
-    for hook, state in hooks:
+    wrapper.training = before["training"]
+    for name, hooks in before.items():
+        if isinstance(hooks, dict) and "_hooks" in name:  # those of nn.Module, the user's
+            wrapper.__dict__[name].update(hooks)
+    for hook, state in before.get("_comm_hooks", ()):
         wrapper.register_comm_hook(state, hook)
 
 
