@@ -97,3 +97,7 @@ def assert_same_picture(after: dict, before: dict) -> None:
 def held_parameters(optimizer: torch.optim.Optimizer) -> list[int]:
     """Identities of all parameters in an optimizer."""
     return [id(p) for group in optimizer.param_groups for p in group["params"]]
+
+
+def conv(**arguments) -> nn.Conv2d:
+    return nn.Conv2d(8, 8, 3, padding=1, **arguments)

@@ -396,3 +396,19 @@ def test_prepared_model_only_touches_layers_that_can_grow():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 4, 3))
     dyrep.prepare_(model)
     assert [isinstance(module, RepConv) for module in model] == [True, False, False]
+
+
+def test_model_that_is_a_single_convolution_is_described_and_rebuilt():
+    conv, twin = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+    dyrep.expand_(conv, "", ["1x1-KxK", "1xK"])
+    dyrep.expand_(conv, "branches.1x1-KxK.conv", ["1x1"])
+    dyrep.expand_(conv, "branches.1xK.conv", ["1x1"])
+    dyrep.restructure_(twin, dyrep.structure(conv))
+    twin.load_state_dict(conv.state_dict(), strict=True)
+    assert dyrep.structure(twin) == dyrep.structure(conv)
+    x = torch.randn(2, 4, 6, 6)
+    assert torch.equal(eval_output(twin, x), eval_output(conv, x))
+    with pytest.raises(
+        StructureError, match=r"'branches\.nothing' is inside a branch that the structure does not have"
+    ):
+        dyrep.restructure_(twin, {"format": 1, "blocks": {"": GOOD, "branches.nothing": GOOD}})

@@ -207,8 +207,9 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str,
 def _check_layer(model: nn.Module, name: str, blocks: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise unless a layer is a convolution of the model, or the one inside a branch that will be there."""
     if any(is_inside(name, block) for block in {**structure(model)["blocks"], **blocks}):
-        *outer, _, branch, conv = name.split(".")
-        if conv != "conv" or branch not in blocks.get(".".join(outer), {}).get("branches", ()):
+        outer, _, inner = name.rpartition("branches.")
+        branch = inner.removesuffix(".conv")
+        if inner == branch or branch not in blocks.get(outer.removesuffix("."), {}).get("branches", ()):
             raise StructureError(f"layer {name!r} is inside a branch that the structure does not have")
     elif not isinstance(_find(model, name), PLAIN_CONVS):
         raise StructureError(

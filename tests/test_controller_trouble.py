@@ -1,0 +1,175 @@
+"""What an update does when something is wrong."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import dyrep
+from dyrep import DyRep, DyRepConfig
+from dyrep.errors import (
+    CalibrationError,
+    CheckpointError,
+    ConfigError,
+    DyRepError,
+    EditRolledBackWarning,
+    IneligibleLayerError,
+    OptimizerError,
+    WrappedModelError,
+)
+from training import loss_of, make_batches, make_net, start, train_epoch
+
+BATCHES = make_batches()
+
+
+def test_an_update_without_any_step_says_so_and_changes_nothing():
+    model, _, controller = start()
+    with pytest.raises(DyRepError, match="no optimizer step was seen"):
+        controller.update(BATCHES)
+    assert dyrep.structure(model)["blocks"] == {}
+
+
+def test_an_update_after_nothing_but_bad_steps_warns_and_expands_nothing():
+    model, optimizer, controller = start()
+    optimizer.zero_grad()
+    loss_of(model, BATCHES[0]).backward()
+    model[0].weight.grad.fill_(float("nan"))
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    with pytest.warns(UserWarning, match="not finite"):
+        assert controller.epoch_end() == []
+    assert controller.events[-1]["skipped_steps"] == 1
+
+
+class ReadsWeight(nn.Module):
+    """Uses a convolution's weight in a place the branches do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x):
+        x = self.conv(x) + nn.functional.conv_transpose2d(x, self.conv.weight, padding=1)
+        return self.head(x.mean((2, 3)))
+
+
+def test_an_edit_that_changes_the_function_is_rolled_back_reported_and_training_goes_on():
+    torch.manual_seed(0)
+    model = ReadsWeight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    train_epoch(model, optimizer, BATCHES)
+    before = copy.deepcopy(model.state_dict())
+    params = list(optimizer.param_groups[0]["params"])
+    with pytest.warns(EditRolledBackWarning, match=r"expand conv.*was undone"):
+        assert controller.epoch_end(BATCHES) == []
+    assert type(model.conv) is nn.Conv2d
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True))
+    assert controller.events[-1]["rolled_back"][0]["layer"] == "conv"
+    assert controller.events[-1]["rolled_back"][0]["detail"]["drift"] > 1e-3
+    train_epoch(model, optimizer, BATCHES)
+
+
+def test_empty_batches_are_an_error_and_change_nothing():
+    model, optimizer, controller = start()
+    train_epoch(model, optimizer, BATCHES)
+    before = list(model.state_dict())
+    with pytest.raises(CalibrationError, match="no batches"):
+        controller.update([])
+    assert list(model.state_dict()) == before
+
+
+def test_refusals_name_the_reason_and_the_remedy():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"score='grasp' differentiates the loss: pass loss="):
+        DyRep(model, optimizer, DyRepConfig(score="grasp"))
+    with pytest.raises(IneligibleLayerError, match=r"no convolution .* \(it has none\)"):
+        DyRep(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(IneligibleLayerError, match="0: its weight is not in the optimizer"):
+        DyRep(model, torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(OptimizerError, match=r"not a torch\.optim\.Optimizer"):
+        DyRep(model, object())
+    with pytest.raises(WrappedModelError, match="DataParallel"):
+        DyRep(nn.DataParallel(model), optimizer)
+    with pytest.raises(CheckpointError, match="not a DyRep state"):
+        DyRep(model, optimizer).load_state_dict({"epoch": 3})
+
+
+class HalfBroken(ReadsWeight):
+    """Has a convolution that cannot be expanded without harm, one that is never called, and a good one."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Conv2d(3, 3, 3, padding=1)
+        self.good = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(self.good(x) + nn.functional.conv2d(x, self.unused.weight, padding=1))
+
+
+@pytest.mark.filterwarnings("ignore::dyrep.errors.EditRolledBackWarning")
+def test_layers_that_cannot_be_expanded_are_passed_over_and_the_next_best_is_taken():
+    torch.manual_seed(0)
+    model = HalfBroken()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", top_k=3, max_depth=1, cut="none"))
+    train_epoch(model, optimizer, BATCHES)
+    edits = controller.epoch_end(BATCHES)
+    assert [edit.layer for edit in edits] == ["good"]
+    assert controller.ignored["conv"] == "expanding it changed the network's output"
+    assert "never reached 'unused'" in controller.ignored["unused"]
+    assert set(controller.events[-1]["rejected"]) == {"conv", "unused"}
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES) == []
+    twin = HalfBroken()
+    resumed = DyRep(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), controller.config)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.ignored == controller.ignored
+
+
+def test_an_error_in_the_middle_of_an_update_undoes_all_of_it():
+    model, optimizer, controller = start(top_k=2)
+    train_epoch(model, optimizer, BATCHES)
+    before = copy.deepcopy(model.state_dict())
+    params = list(optimizer.param_groups[0]["params"])
+    calls = []
+
+    def failing(module, batch):
+        calls.append(1)
+        if sum(".branches." in name for name, _ in module.named_parameters()) > 20:  # after the second expansion
+            raise MemoryError
+        return module(batch[0])
+
+    controller._forward = failing
+    with pytest.raises(MemoryError):
+        controller.epoch_end(BATCHES)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(a is b for a, b in zip(params, optimizer.param_groups[0]["params"], strict=True))
+
+
+def test_a_model_whose_output_is_not_finite_is_left_alone_with_the_reason():
+    model, optimizer, controller = start()
+    train_epoch(model, optimizer, BATCHES)
+    model[10].bias.data[0] = float("nan")
+    with pytest.warns(UserWarning, match="output is not finite"):
+        assert controller.epoch_end(BATCHES) == []
+    assert dyrep.structure(model)["blocks"] == {}
+
+
+def test_voting_goes_on_when_a_layer_is_frozen_meanwhile():
+    model, optimizer, controller = start(score="vote")
+    train_epoch(model, optimizer, BATCHES)
+    model[0].weight.requires_grad_(False)
+    assert controller.epoch_end(BATCHES)[0].layer != "0"
+
+
+def test_multiply_adds_cannot_be_counted_without_batches():
+    model, optimizer, controller = start(macs_limit=2.0)
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.raises(ConfigError, match="per_mac and macs_limit have to run the model"):
+        controller.update()
