@@ -408,7 +408,5 @@ def test_model_that_is_a_single_convolution_is_described_and_rebuilt():
     assert dyrep.structure(twin) == dyrep.structure(conv)
     x = torch.randn(2, 4, 6, 6)
     assert torch.equal(eval_output(twin, x), eval_output(conv, x))
-    with pytest.raises(
-        StructureError, match=r"'branches\.nothing' is inside a branch that the structure does not have"
-    ):
+    with pytest.raises(StructureError, match=r"'branches\.nothing' is inside a branch that"):
         dyrep.restructure_(twin, {"format": 1, "blocks": {"": GOOD, "branches.nothing": GOOD}})
