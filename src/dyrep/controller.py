@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep import policy
@@ -378,18 +378,16 @@ class DyRep:
 def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:
     """Importances of all branches, read from the device at once."""
     blocks = {name: m for name, m in model.named_modules() if isinstance(m, RepConv) and m.branches}
-    norms = [norm for block in blocks.values() for norm in (block.origin_norm, *_last_norms(block))]
-    values = [norm.importance for norm in norms if norm is not None]
+    values: list[Tensor] = []
+    for block in blocks.values():
+        values += [] if block.origin_norm is None else [block.origin_norm.importance]
+        values += block.importances().values()
     read = iter(torch.stack(values).tolist() if values else ())
     states = {}
     for name, block in blocks.items():
         origin = None if block.origin_norm is None else next(read)
         states[name] = policy.BlockState({branch: next(read) for branch in block.branches}, origin)
     return states
-
-
-def _last_norms(block: RepConv) -> list[BranchNorm]:
-    return [branch.norm for branch in block.branch_modules().values()]
 
 
 def _explained(edit: Edit, scores: Mapping[str, float], importances: Mapping[str, Mapping[str, float]]) -> Edit:

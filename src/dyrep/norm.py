@@ -74,6 +74,11 @@ class BranchNorm(nn.Module):
         """The standard deviation that eval mode divides by."""
         return (self.running_var + self.eps).sqrt()
 
+    @property
+    def deviation(self) -> Tensor:
+        """The standard deviation of what was seen, however small."""
+        return self.running_var.sqrt()
+
     def start_calibration(self) -> None:
         """From now on running statistics are the cumulative mean over the batches seen."""
         self._calibrated_batches = 0
@@ -88,8 +93,9 @@ class BranchNorm(nn.Module):
         """Where calibration saw (next to) no spread, act as if it had not been done.
 
         Dividing by it would give a channel that is dead now, but may not stay so, a kernel hundreds of times too large.
+        Dead is what is far below the other channels too: a signal that is small throughout is a signal.
         """
-        dead = self.running_var < self.eps
+        dead = self.running_var <= (1e-3 * self.running_var.max()).clamp(max=self.eps)
         self.running_var.copy_(torch.where(dead, torch.ones_like(self.running_var), self.running_var))
 
     def fold_arguments(self, dtype: torch.dtype) -> dict[str, Any]:

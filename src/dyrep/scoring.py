@@ -80,7 +80,6 @@ class StepScorer:
 
     def __init__(self, optimizer: Optimizer, metrics: Sequence[str]) -> None:
         self.metrics = tuple(metrics)
-        self._optimizer = optimizer
         self._names: list[str] = []
         self._operations: list[list[Tensor]] = []
         self._sums = torch.zeros(0, len(self.metrics))

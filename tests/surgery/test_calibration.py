@@ -476,3 +476,25 @@ def test_channels_that_calibration_sees_dead_do_not_blow_up_the_kernel():
     all_dead = torch.zeros(8, 4, 8, 8)
     dyrep.expand_(model, "0", calibration=[all_dead])
     assert model[0].weight.abs().max() < 2 * largest
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+@pytest.mark.parametrize("arguments", [{"relative_gamma": True}, {"origin_norm": "calibrated", "gamma": 1e-9}])
+def test_layers_with_a_small_output_are_measured_as_they_are(scale, arguments):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8, eps=1e-12)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, bias=False), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), norm).train()
+    model[2].weight.data.mul_(scale)
+    batches = [torch.randn(16, 4, 10, 10) for _ in range(21)]
+    before = model(batches[0])
+    dyrep.expand_(model, "2", calibration=batches[1:], **arguments)
+    assert (model(batches[0]) - before).abs().max() / before.abs().max() < 2e-3
+
+
+def test_a_signal_that_is_small_throughout_is_not_taken_for_a_dead_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False)).train()
+    batches = [torch.randn(16, 4, 10, 10) * 1e-3 for _ in range(21)]
+    before = model(batches[0])
+    dyrep.expand_(model, "0", calibration=batches[1:], relative_gamma=True)
+    assert (model(batches[0]) - before).abs().max() / before.abs().max() < 1e-2

@@ -28,7 +28,7 @@ class Probe:
         name: the convolution's name.
         conv: the convolution.
         branches: branches to be, which are fed the convolution's input.
-        output: a norm that is fed its output; its spread will multiply the branches' γ.
+        output: a norm that is fed its output; its deviation will multiply the branches' γ.
         rest: a norm that is fed what is left of the output once the branches are taken out of it.
     """
 
@@ -51,7 +51,7 @@ class Probe:
         scale: Tensor | int = 1
         if self.output is not None:
             self.output(y)
-            scale = self.output.spread.reshape(1, -1, *(1 for _ in y.shape[2:]))
+            scale = self.output.deviation.reshape(1, -1, *(1 for _ in y.shape[2:]))
         if self.rest is not None:
             self.rest(y - sum(added) * scale)
 
@@ -124,8 +124,9 @@ def calibrate_(
             for norm, mode in zip(norms, modes, strict=True):
                 norm.train(mode)
     _check(model, probes, used, min(tracked, default=1), ranks.distributed(distributed))
-    for norm in norms:
-        norm.forget_dead_channels_()
+    for module in (module for probe in probes for branch in probe.branches for module in branch.modules()):
+        if isinstance(module, BranchNorm):  # of branches alone: what measures the output has to be true to it
+            module.forget_dead_channels_()
     return used
 
 

@@ -132,7 +132,7 @@ def expand_(
         }
         for name, conv in convs.items()
     }
-    spreads = {name: origin_norm_for(conv) if relative_gamma else None for name, conv in convs.items()}
+    outputs = {name: origin_norm_for(conv) if relative_gamma else None for name, conv in convs.items()}
     norms = {
         name: None if origin_norm == "none" or _has_branches(conv) else origin_norm_for(conv)
         for name, conv in convs.items()
@@ -141,7 +141,7 @@ def expand_(
         ranks.broadcast_(p for made in grown.values() for branch in made.values() for p in branch.parameters())
     if calibration is not None:
         probes = [
-            Probe(name, conv, list(grown[name].values()), output=spreads[name], rest=norms[name])
+            Probe(name, conv, list(grown[name].values()), output=outputs[name], rest=norms[name])
             for name, conv in convs.items()
         ]
         calibrate_(
@@ -156,7 +156,7 @@ def expand_(
     before = Snapshot(convs.values(), optimizer)
     try:
         for name, conv in convs.items():
-            _scale_gamma_(grown[name], spreads[name])
+            _scale_gamma_(grown[name], outputs[name])
             _start_origin_norm_(norms[name], origin_norm)
             attach_(conv, grown[name], norms[name])
         synchronization = sync_group(model)
@@ -296,7 +296,7 @@ def _start_origin_norm_(norm: BranchNorm | None, kind: str) -> None:
 def _scale_gamma_(branches: Mapping[str, Branch], output: BranchNorm | None) -> None:
     if output is not None:
         for branch in branches.values():
-            branch.norm.weight.mul_(output.spread)
+            branch.norm.weight.mul_(output.deviation)
 
 
 @torch.no_grad()

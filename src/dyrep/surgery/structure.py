@@ -26,7 +26,6 @@ def structure(model: nn.Module) -> dict[str, Any]:
     """Describe which convolutions have which branches, as JSON-able data.
 
     Example:
-        >>> from dyrep.surgery.edits import expand_
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
         >>> _ = expand_(model, "0", ["1x1", "residual"])
         >>> structure(model)

@@ -164,7 +164,7 @@ def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return f"{kind} has no shape yet; run one forward pass first"
     if not isinstance(conv, RepConv) and type(conv) not in PLAIN_CONVS:
-        return f"{kind} is a subclass of {kind_of(conv)} and may compute something else, which folding would lose"
+        return f"{kind} is a subclass of {_kind_of(conv)} and may compute something else, which folding would lose"
     if "forward" in conv.__dict__:
         return "its forward was replaced on the instance, so branches would never run"
     return _weight_refusal(conv, holders)
@@ -188,7 +188,7 @@ def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str
     return ""
 
 
-def kind_of(conv: nn.Module) -> str:
+def _kind_of(conv: nn.Module) -> str:
     """The plain convolution a subclass derives from, by name."""
     bases: Sequence[type] = [base for base in type(conv).__mro__ if base in PLAIN_CONVS]
     return bases[0].__name__ if bases else "a convolution"
