@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchvision.ops import FrozenBatchNorm2d
 
 import dyrep
-from dyrep.demo import digits, small_vgg
+from dyrep.engine.data import read_digits
+from dyrep.models import small_vgg
 from dyrep.surgery.folding import drift, eval_outputs, train_outputs
 
 LAYER = "conv4"
@@ -111,7 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results/drift.json"))
     out = parser.parse_args().out
-    train, test = digits()
+    source = read_digits()
+    train, test = (TensorDataset(s.images / 127.5 - 1, s.labels) for s in (source.train, source.test))
     loader = DataLoader(train, batch_size=64, shuffle=True, drop_last=True)
     batch = test.tensors[0][:128]
     rows = []

@@ -28,7 +28,7 @@ def weaken(model, layer, branch, value=0.0):
 def test_an_update_expands_the_operation_with_the_largest_score():
     model, optimizer, controller = start()
     train_epoch(model, optimizer, BATCHES)
-    scores = controller._scorer.read().means["snip"]
+    scores = controller.scorer.read().means["snip"]
     (edit,) = controller.epoch_end(BATCHES)
     assert (edit.kind, edit.layer) == ("expand", max(scores, key=scores.get))
     assert edit.detail["score"] == scores[edit.layer]
@@ -98,7 +98,7 @@ def test_scores_start_over_after_an_update():
     model, optimizer, controller = start()
     train_epoch(model, optimizer, BATCHES)
     controller.epoch_end(BATCHES)
-    assert controller._scorer.read().steps == 0
+    assert controller.scorer.read().steps == 0
 
 
 def test_synflow_warns_where_it_is_noise():
@@ -174,7 +174,7 @@ def test_a_block_that_lost_branches_grows_them_again_only_with_regrow():
         train_epoch(model, optimizer, BATCHES)
         controller.epoch_end(BATCHES)
         dyrep.cut_(model, "3", ["1x1"], optimizer=optimizer)
-        controller._scorer.watch(controller._candidates.operations())
+        controller.scorer.watch(controller._candidates.operations())
         train_epoch(model, optimizer, BATCHES)
         edits = controller.epoch_end(BATCHES)
         assert [edit.branches for edit in edits] == ([("1x1",)] if regrow else [])
@@ -222,14 +222,14 @@ def test_closing_stops_scoring():
     model, optimizer, controller = start()
     controller.close()
     train_epoch(model, optimizer, BATCHES)
-    assert controller._scorer.read().steps == 0
+    assert controller.scorer.read().steps == 0
 
 
 def test_cuts_inside_a_branch_that_is_cut_too_are_left_out_whatever_the_branch():
     model, optimizer, controller = start(square_only=False, include=("3",))
     dyrep.expand_(model, "3", ["1x1", "1xK"], optimizer=optimizer)
     dyrep.expand_(model, "3.branches.1xK.conv", ["1x1", "residual"], optimizer=optimizer)
-    controller._scorer.watch(controller._candidates.operations())
+    controller.scorer.watch(controller._candidates.operations())
     train_epoch(model, optimizer, BATCHES)
     model[3].branches["1x1"].norm.weight.data.fill_(1)
     model[3].branches["1xK"].conv.branches["1x1"].norm.weight.data.fill_(1)

@@ -76,7 +76,7 @@ def test_other_settings_on_resuming_are_named():
     other = start(**{**SETTINGS, "score": "grad_norm", "gamma": 0.5})
     with pytest.warns(SettingsChangedWarning, match=r"score='snip' is now 'grad_norm', gamma=0.01 is now 0.5"):
         other[2].load_state_dict(saved[2].state_dict())
-    assert other[2]._scorer.read().steps == 0
+    assert other[2].scorer.read().steps == 0
 
 
 def test_a_state_whose_optimizer_does_not_fit_changes_nothing():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.errors import CheckpointError, DyRepError
+from dyrep.files import replacing
 from dyrep.surgery.structure import restructure_, structure
 from dyrep.surgery.wrappers import bare
 
@@ -30,6 +30,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         path: the file, replaced if it exists.
 
     Example:
+        >>> import tempfile
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     saved = save(model, Path(folder) / "model.safetensors")
@@ -54,16 +55,8 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             seen[identity] = key
             tensors[key] = value.detach().contiguous().clone()
     about = {"structure": structure(model), "aliases": aliases}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    os.close(handle)
-    try:
+    with replacing(path) as temporary:
         save_file(tensors, temporary, metadata={"dyrep": FORMAT, "about": json.dumps(about)})
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
     return path
 
 
@@ -111,9 +104,3 @@ def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor]
     # weights drawn here are overwritten at once
     restructure_(model, wanted, optimizer=optimizer, generator=torch.Generator())
     model.load_state_dict(tensors)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -28,6 +28,7 @@ class DyRepConfig:
         stop: no update after this (default: never stop).
         total: length of the training, if known; then there is no update at its very end, where it could not pay.
         score: which operation to expand: one of `dyrep.scoring.SCORES`.
+        score_every: score every n-th optimizer step; 1 scores all of them, as the paper does.
         top_k: operations to expand per update.
         branches: which branches to add (default: all that fit the convolution).
         gamma: initial γ of new branches.
@@ -61,6 +62,7 @@ class DyRepConfig:
     stop: int | None = None
     total: int | None = None
     score: str = "synflow"
+    score_every: int = 1
     top_k: int = 1
     branches: tuple[str, ...] | None = None
     gamma: float = 0.01
@@ -120,7 +122,7 @@ class DyRepConfig:
         return any(fnmatchcase(layer, pattern) for pattern in self.exclude)
 
     def __post_init__(self) -> None:
-        for name in ("interval", "top_k", "calibration_batches", "grasp_batches"):
+        for name in ("interval", "score_every", "top_k", "calibration_batches", "grasp_batches"):
             _require(name, getattr(self, name), "a whole number of at least 1", _is_int(getattr(self, name), 1))
         for name in ("start", "seed"):
             _require(name, getattr(self, name), "a whole number of at least 0", _is_int(getattr(self, name), 0))

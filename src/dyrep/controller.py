@@ -61,13 +61,14 @@ class DyRep:
             every change of structure is made to it too, see `dyrep.follow_`.
         wrap: called with the bare model after every change of structure; returns the model to train, which is then
             `model`. Without it a DistributedDataParallel wrapper is initialised again in place.
-        log: file for the event log (JSON lines).
+        log: file for the event log (JSON lines), or an `EventLog`.
         distributed: whether ranks decide together (default: if torch.distributed is initialised).
 
     Attributes:
         model: the model to train; the same object as given unless ``wrap`` is used.
         events: what has happened so far.
         ignored: convolutions that cannot be expanded as things are, and why.
+        scorer: what sums scores at every step of the optimizer.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
@@ -93,7 +94,7 @@ class DyRep:
         loss: Loss | None = None,
         ema: nn.Module | Iterable[nn.Module] = (),
         wrap: Callable[[nn.Module], nn.Module] | None = None,
-        log: str | os.PathLike[str] | None = None,
+        log: str | os.PathLike[str] | EventLog | None = None,
         distributed: bool | None = None,
     ) -> None:
         self.config = DyRepConfig() if config is None else config
@@ -108,9 +109,9 @@ class DyRep:
         self._distributed = distributed
         self._plain_macs: int | None = None
         self._candidates = Candidates(bare(model), optimizer, self.config)
-        self._scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
-        self._scorer.watch(self._candidates.operations())
-        self._log = EventLog(log)
+        self.scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
+        self.scorer.watch(self._candidates.operations())
+        self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
 
     @property
@@ -158,7 +159,7 @@ class DyRep:
             ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
         with preserved_randomness(model, batches):
             data = None if batches is None else self._read(batches)
-            scores, seen = self._scorer.scores(model, data, self._seed(stream=1))
+            scores, seen = self.scorer.scores(model, data, self._seed(stream=1))
             guard = EditGuard(
                 model,
                 self.optimizer,
@@ -183,7 +184,7 @@ class DyRep:
         done = [_explained(edit, scores, importances) for edit in guard.done]
         if done:
             self._spread(model)
-        self._scorer.watch(self._candidates.operations())
+        self.scorer.watch(self._candidates.operations())
         self.updates += 1
         self._log.write(
             "update",
@@ -211,7 +212,7 @@ class DyRep:
 
     def close(self) -> None:
         """Stop watching the optimizer."""
-        self._scorer.close()
+        self.scorer.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on, except the model's own state dict: tensors and plain data.
@@ -224,7 +225,7 @@ class DyRep:
             "config": self.config.to_dict(),
             "structure": structure(model),
             "optimizer": state_by_name(self.optimizer, model),
-            "scorer": self._scorer.state_dict(),
+            "scorer": self.scorer.state_dict(),
             "counters": {"epoch": self.epoch, "step": self.step, "updates": self.updates},
             "rejected": dict(self._candidates.rejected),
             "plain_macs": self._plain_macs,
@@ -252,8 +253,8 @@ class DyRep:
             raise
         self._spread(model)
         self._candidates.rejected = dict(state["rejected"])
-        self._scorer.watch(self._candidates.operations())
-        self._scorer.load_state_dict(state["scorer"])
+        self.scorer.watch(self._candidates.operations())
+        self.scorer.load_state_dict(state["scorer"])
         counters = state["counters"]
         self.epoch, self.step, self.updates = counters["epoch"], counters["step"], counters["updates"]
         self._plain_macs = state["plain_macs"]

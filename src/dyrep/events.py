@@ -6,10 +6,12 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dyrep.errors import CheckpointError
+from dyrep.files import replacing
 from dyrep.surgery import ranks
 
 
@@ -43,6 +45,13 @@ class EventLog:
         if self.path is not None and ranks.is_main_rank():
             _append_line(self.path, json.dumps(event, allow_nan=False))
         return event
+
+    def restore(self, events: list[dict[str, Any]]) -> None:
+        """Continue from exactly these events: the file, whatever it holds, is replaced by them, atomically."""
+        self.events = list(events)
+        self.next_seq = events[-1]["seq"] + 1 if events else 0
+        if self.path is not None and ranks.is_main_rank():
+            write_lines(self.path, (json.dumps(event, allow_nan=False) for event in events))
 
     def resume(self, seq: int, **data: Any) -> None:
         """Continue from an earlier point: what was logged after it did not happen in the run that goes on."""
@@ -79,6 +88,12 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         else:
             events.append(event)
     return events
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Replace a text file by these lines, atomically."""
+    with replacing(path) as temporary:
+        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 
 def _parse(line: str) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ class ScoreKeeper(scoring.StepScorer):
     ) -> None:
         if config.score in ("grasp", "vote") and loss is None:
             raise ConfigError(f"score={config.score!r} differentiates the loss: pass loss=fn(model, batch)")
-        super().__init__(optimizer, _step_metrics(config.score))
+        super().__init__(optimizer, _step_metrics(config.score), every=config.score_every)
         self._config, self._loss, self._distributed = config, loss, distributed
         self._watched: dict[str, list[Tensor]] = {}
 

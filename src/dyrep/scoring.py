@@ -66,6 +66,11 @@ class StepScorer:
     Args:
         optimizer: the optimizer whose steps count.
         metrics: which of `STEP_METRICS` to sum.
+        every: sum at every n-th step.
+
+    Attributes:
+        step: steps of the optimizer seen since the operations were given. A captured CUDA graph replays sums, not
+            Python: whoever replays a step has to count it here, and to capture it with and without scoring.
 
     Example:
         >>> conv = nn.Conv2d(1, 1, 3)
@@ -78,14 +83,21 @@ class StepScorer:
         1
     """
 
-    def __init__(self, optimizer: Optimizer, metrics: Sequence[str]) -> None:
+    def __init__(self, optimizer: Optimizer, metrics: Sequence[str], every: int = 1) -> None:
         self.metrics = tuple(metrics)
+        self.every = every
+        self.step = 0
         self._names: list[str] = []
         self._operations: list[list[Tensor]] = []
         self._sums = torch.zeros(0, len(self.metrics))
         self._counts = torch.zeros(2)  # steps that counted, steps skipped
         self._constants: dict[tuple[Any, ...], Tensor] = {}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step is scored."""
+        return bool(self._operations and self.metrics) and self.step % self.every == 0
 
     def close(self) -> None:
         """Stop watching the optimizer."""
@@ -96,6 +108,7 @@ class StepScorer:
         self._names = list(operations)
         self._operations = [list(parameters) for parameters in operations.values()]
         device = self._operations[0][0].device if self._operations else torch.device("cpu")
+        self.step = 0
         self._constants = {}
         self._sums = torch.zeros(len(self._names), len(self.metrics), device=device)
         self._counts = torch.zeros(2, device=device)
@@ -123,6 +136,7 @@ class StepScorer:
         return {
             "names": list(self._names),
             "metrics": list(self.metrics),
+            "step": self.step,
             "sums": self._sums.clone(),
             "counts": self._counts.clone(),
         }
@@ -138,9 +152,14 @@ class StepScorer:
                     saved = state["sums"][state["names"].index(name), state["metrics"].index(metric)]
                     self._sums[row, column] = saved
         self._counts.copy_(state["counts"])
+        self.step = state["step"]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Score now, or, if the step is given a closure, when that has computed the gradients."""
+        due = self.due
+        self.step += 1
+        if not due:
+            return None
         closure = kwargs.get("closure") or next((a for a in args if callable(a) and a is not optimizer), None)
         if closure is None:
             self._score_step(optimizer)

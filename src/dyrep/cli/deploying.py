@@ -1,0 +1,39 @@
+"""``dyrep deploy``: from the folder of a run to the weights of the plain network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import tyro
+
+from dyrep.checkpoint import save
+from dyrep.engine.running import load_run
+from dyrep.errors import DyRepError
+from dyrep.surgery.folding import deploy, verify
+
+
+def deploy_run(
+    run: tyro.conf.Positional[Path],
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("plain.safetensors"),
+    which: Literal["last", "best"] = "last",
+) -> None:
+    """Fold a run's network into the plain one and write its weights, after comparing both on random images.
+
+    The file is an ordinary safetensors file; its keys are those of the plain network.
+
+    Args:
+        run: folder of the run.
+        out: file to write; nothing is written if the two networks differ.
+        which: the network after the last epoch, or the best one.
+    """
+    model, state = load_run(run, which)
+    plain = deploy(model)
+    images = torch.randn(8, state["channels"], state["size"], state["size"], generator=torch.Generator().manual_seed(0))
+    report = verify(model, plain, images)
+    if not report:
+        raise DyRepError(f"the folded network does not compute the same, so nothing was written: {report}")
+    save(plain, out)
+    print(f"{report}")
+    print(f"{out}: {sum(p.numel() for p in plain.parameters()):,} parameters of {state['recipe']['model']}")

@@ -1,0 +1,73 @@
+"""Every setting of a recipe as a flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from dyrep.cli.parsing import parse
+from dyrep.config import DyRepConfig
+from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.recipes import RECIPES, recipe
+from dyrep.errors import ConfigError
+
+DEFAULT_RECIPE = "digits"
+_PRINT = tyro.conf.arg(help="show what would be trained, as JSON, and stop")
+
+
+def parse_training(words: list[str]) -> tuple[Recipe, RunSettings] | None:
+    """The recipe and settings a command line asks for; None if it only asked to see them."""
+    if words and not words[0].startswith("-"):
+        base, words = recipe(words[0]), words[1:]
+    else:
+        base = recipe(DEFAULT_RECIPE)
+    about = f"Train a network, or continue a run that was stopped. Recipes: {', '.join(RECIPES)}."
+    given = parse(_flags(base), words, f"dyrep train {base.name}", description=about)
+    chosen = _recipe(base, given)
+    if given.print_config:
+        print(json.dumps({"recipe": chosen.to_dict(), "folder": str(given.run.folder(chosen))}, indent=2))
+        return None
+    return chosen, given.run
+
+
+def _flags(base: Recipe) -> type:
+    """A class whose fields are the flags of `dyrep train`, with a recipe's values as defaults.
+
+    It is made from the classes of the settings, less what is not for the command line: a recipe's name, and those
+    settings of the method that follow from the recipe's own.
+    """
+    groups = {
+        "recipe": _without(Recipe, base, ("name", "dyrep")),
+        "evolution": _without(DyRepConfig, base.dyrep, ("seed", "total")),
+        "run": RunSettings,
+    }
+    fields: list[Any] = [
+        (name, Annotated[group, tyro.conf.OmitArgPrefixes], dataclasses.field(default=group()))
+        for name, group in groups.items()
+    ]
+    fields.append(("print_config", Annotated[bool, _PRINT], dataclasses.field(default=False)))
+    return dataclasses.make_dataclass("Flags", fields)
+
+
+def _without(cls: type, values: Any, hidden: tuple[str, ...]) -> type:
+    hints = get_type_hints(cls)
+    fields: list[Any] = []
+    for field in dataclasses.fields(cls):
+        if field.name not in hidden:
+            default = dataclasses.field(default=getattr(values, field.name))
+            fields.append((field.name, hints[field.name], default))
+    made = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
+    made.__doc__ = cls.__doc__
+    return made
+
+
+def _recipe(base: Recipe, given: Any) -> Recipe:
+    own = {field.name: getattr(given.recipe, field.name) for field in dataclasses.fields(given.recipe)}
+    evolution = {field.name: getattr(given.evolution, field.name) for field in dataclasses.fields(given.evolution)}
+    try:
+        return Recipe(name=base.name, dyrep=DyRepConfig(**evolution), **own)
+    except TypeError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,93 @@
+"""``dyrep train``, ``dyrep inspect``, ``dyrep deploy``, ``dyrep recipes``."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from dyrep.errors import ConfigError, DyRepError
+
+USAGE = """\
+usage: dyrep COMMAND ...
+
+  dyrep train [RECIPE] [--data DIR] [...]    train a network, or continue a run that was stopped
+  dyrep inspect RUN                          the structure of a run's network, with importances and costs
+  dyrep deploy RUN -o plain.safetensors      fold a run's network into the plain one, checked
+  dyrep recipes                              the recipes there are
+
+dyrep COMMAND --help tells more."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its status: 0 done, 1 failed, 2 not understood, 128 + n stopped by signal n."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        sys.exit(0 if words else 2)
+    if words[0] == "--version":
+        import dyrep
+
+        print(dyrep.__version__)
+        return
+    commands: dict[str, Callable[[list[str]], None]] = {
+        "train": _train,
+        "inspect": _inspect,
+        "deploy": _deploy,
+        "recipes": _recipes,
+    }
+    if words[0] not in commands:
+        _fail(f"there is no command {words[0]!r}; valid are {', '.join(commands)}", 2)
+    try:
+        commands[words[0]](words[1:])
+    except ModuleNotFoundError as error:
+        if error.name not in ("tyro", "rich", "torchvision", "timm", "sklearn", "PIL"):
+            raise
+        _fail(f'{error.name} is not installed: pip install "dyrep[train]"', 1)
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except DyRepError as error:
+        _fail(str(error), 1)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+
+
+def _train(words: list[str]) -> None:
+    from dyrep.cli.flags import parse_training
+    from dyrep.engine.running import Stopped, train
+
+    parsed = parse_training(words)
+    if parsed is None:
+        return
+    try:
+        train(*parsed)
+    except Stopped as stopped:
+        number = signal.SIGINT if stopped.reason == "Ctrl-C" else signal.Signals[stopped.reason]
+        sys.exit(128 + number)
+
+
+def _inspect(words: list[str]) -> None:
+    from dyrep.cli.inspecting import inspect_run
+    from dyrep.cli.parsing import parse
+
+    parse(inspect_run, words, "dyrep inspect")
+
+
+def _deploy(words: list[str]) -> None:
+    from dyrep.cli.deploying import deploy_run
+    from dyrep.cli.parsing import parse
+
+    parse(deploy_run, words, "dyrep deploy")
+
+
+def _recipes(words: list[str]) -> None:
+    from dyrep.engine.recipes import RECIPES
+
+    for recipe in RECIPES.values():
+        settings = f"{recipe.model} on {recipe.dataset}, {recipe.epochs} epochs, batch {recipe.batch_size}"
+        print(f"{recipe.name:26s}{settings}, t={recipe.dyrep.interval}")
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"dyrep: {message}", file=sys.stderr, flush=True)
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""The batteries: recipes, data, training loop, checkpoints, one command."""

@@ -1,0 +1,59 @@
+"""What the training loop asks of a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+Raw = tuple[Tensor, ...]
+Batch = tuple[Tensor, Tensor]
+
+
+class Loader(Protocol):
+    """Gives batches in two steps: raw ones, fixed in shape, and what `prepare` makes of them on the device.
+
+    The second step is the same operations every time, so that it can be captured in a CUDA graph together with the
+    training step; the first is what changes. What an epoch contains depends on the seed and the epoch alone, and
+    nothing here touches the global random generators.
+    """
+
+    @property
+    def steps(self) -> int:
+        """Batches per epoch on this rank."""
+
+    @property
+    def examples(self) -> int:
+        """Examples per epoch over all ranks."""
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Raw]:
+        """The raw batches of an epoch, from the one at position `start` on."""
+
+    def prepare(self, raw: Raw) -> Batch:
+        """Images and labels on the device."""
+
+    def calibration(self, epoch: int) -> Iterable[Batch]:
+        """Prepared batches, augmented as in training but drawn independently of it; the same at every iteration.
+
+        A loader for evaluation, which draws nothing, gives its own batches.
+        """
+
+
+class Replay(Iterable[Batch]):
+    """Batches made anew, and one by one, at every iteration.
+
+    Args:
+        start: begins an iteration.
+
+    Example:
+        >>> numbers = Replay(lambda: iter([1, 2]))
+        >>> list(numbers), list(numbers)
+        ([1, 2], [1, 2])
+    """
+
+    def __init__(self, start: Callable[[], Iterator[Batch]]) -> None:
+        self._start = start
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._start()

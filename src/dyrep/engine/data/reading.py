@@ -1,0 +1,97 @@
+"""What all readers share: optional packages, damaged files, decoded images."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyrep.engine.data.splits import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+    tarfile.TarError,
+    pickle.UnpicklingError,
+)
+
+
+def needed(module: str, package: str) -> Any:
+    """Import a module that not everyone has.
+
+    Raises:
+        DataError: it is not installed.
+
+    Example:
+        >>> needed("PIL.Image", "pillow").__name__
+        'PIL.Image'
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(f"this data set needs the package {package}: pip install {package}") from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn everything that a damaged file can cause into an error that names it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except DAMAGE as error:
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error}): get it anew") from error
+
+
+def decode(path: str) -> Image:
+    """Read an image file as RGB.
+
+    Raises:
+        DataError: the file is not there or not an image.
+    """
+    image_module = needed("PIL.Image", "pillow")
+    try:
+        with image_module.open(path) as image:
+            return image.convert("RGB")
+    except Exception as error:  # decoders of damaged files raise nearly anything
+        raise DataError(f"{path} cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def fit(image: Image, resize: int, crop: int) -> Image:
+    """Bring the short side of an image to a size, and cut a square out of its centre.
+
+    Args:
+        image: any image.
+        resize: length of the short side.
+        crop: side of the square.
+
+    Example:
+        >>> import PIL.Image
+        >>> fit(PIL.Image.new("RGB", (640, 480)), 256, 224).size
+        (224, 224)
+    """
+    image_module = needed("PIL.Image", "pillow")
+    width, height = image.size
+    short, long = min(width, height), max(width, height)
+    if short != resize:
+        long = int(resize * long / short)
+        width, height = (resize, long) if width <= height else (long, resize)
+        image = image.resize((width, height), image_module.Resampling.BILINEAR)
+    if (width, height) == (crop, crop):
+        return image
+    left, top = round((width - crop) / 2), round((height - crop) / 2)
+    return image.crop((left, top, left + crop, top + crop))

@@ -1,0 +1,112 @@
+"""What a data set is once it is read: a training and a test split, in memory or as files on disk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dyrep.errors import DyRepError
+
+
+class DataError(DyRepError, ValueError):
+    """Data that is missing, damaged, or not what it should be; the message names the file or folder."""
+
+
+@dataclass(frozen=True)
+class ImageArrays:
+    """A split that is in memory.
+
+    Attributes:
+        images: uint8 [N, C, H, W], in any memory layout.
+        labels: int64 [N].
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def take(self, indices: Tensor) -> ImageArrays:
+        """Some of the examples."""
+        return ImageArrays(self.images[indices], self.labels[indices])
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """A split that is files on disk.
+
+    Attributes:
+        paths: one file per example.
+        labels: int64 [N].
+    """
+
+    paths: tuple[str, ...]
+    labels: Tensor
+
+    def take(self, indices: Tensor) -> ImageFiles:
+        """Some of the examples."""
+        return ImageFiles(tuple(self.paths[index] for index in indices.tolist()), self.labels[indices])
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set.
+
+    Attributes:
+        train: the split to train on.
+        test: the split to test on.
+        classes: name of every label.
+        mean: of every channel, for values in 0..1.
+        std: standard deviation of every channel.
+    """
+
+    train: ImageArrays | ImageFiles
+    test: ImageArrays | ImageFiles
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+Split = TypeVar("Split", ImageArrays, ImageFiles)
+
+
+def hold_out(split: Split, count: int, seed: int = 0) -> tuple[Split, Split]:
+    """Take some examples out of a split, of every class in proportion.
+
+    Args:
+        split: what to divide; it is not changed.
+        count: examples to hold out.
+        seed: which ones. Leave it alone when runs with several seeds are compared: all should choose by the same ones.
+
+    Returns:
+        What remains and what was held out, both in the order of the split.
+
+    Raises:
+        DataError: the count is below 1, or leaves a class without examples.
+
+    Example:
+        >>> split = ImageFiles(("a", "b", "c", "d"), torch.tensor([0, 0, 1, 1]))
+        >>> rest, held = hold_out(split, 2)
+        >>> rest.labels.tolist(), held.labels.tolist(), len(set(rest.paths + held.paths))
+        ([0, 1], [0, 1], 4)
+    """
+    total = len(split.labels)
+    if not 1 <= count < total:
+        raise DataError(f"cannot hold out {count} of {total} examples: give a number from 1 to {total - 1}")
+    sizes = torch.bincount(split.labels)
+    shares = sizes * count // total
+    largest_remainders = torch.argsort(sizes * count % total, descending=True, stable=True)
+    shares[largest_remainders[: count - int(shares.sum())]] += 1
+    emptied = torch.nonzero((shares == sizes) & (sizes > 0)).flatten().tolist()
+    if emptied:
+        raise DataError(
+            f"cannot hold out {count} of {total} examples: class {emptied[0]}, which has {int(sizes[emptied[0]])}, "
+            "would be left without any to train on"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    held = torch.zeros(total, dtype=torch.bool)
+    for label, share in enumerate(shares.tolist()):
+        members = torch.nonzero(split.labels == label).flatten()
+        held[members[torch.randperm(len(members), generator=generator)[:share]]] = True
+    return split.take(torch.nonzero(~held).flatten()), split.take(torch.nonzero(held).flatten())

@@ -1,0 +1,65 @@
+"""Where a loss that is not finite came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dyrep.errors import DyRepError
+
+
+class DivergedError(DyRepError, ArithmeticError):
+    """Training has diverged; the message says where it started and what to do."""
+
+
+@torch.no_grad()
+def find_origin(model: nn.Module, images: Tensor) -> str:
+    """Say in words which layer first made something that is not finite.
+
+    If weights are not finite already, a gradient was not: it spreads from one layer to all before it, so the last
+    layer with such weights is where it began. Otherwise the batch is run again to see where it happens.
+
+    Args:
+        model: the bare model, in the mode it trains in.
+        images: the batch whose loss was not finite.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> _ = model[1].weight.data.fill_(float("inf"))
+        >>> find_origin(model, torch.ones(1, 1))
+        "the gradient of layer '1' (Linear), whose weight is not finite any more"
+    """
+    if not torch.isfinite(images).all():
+        return "the images: they hold values that are not finite"
+    broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    if broken:
+        layer, _, parameter = broken[-1].rpartition(".")
+        kind = type(model.get_submodule(layer)).__name__
+        return f"the gradient of layer {layer!r} ({kind}), whose {parameter} is not finite any more"
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not found and not _finite(output) and _finite(inputs):
+                found.append(f"the output of layer {name!r} ({type(module).__name__}), from finite inputs and weights")
+
+        return hook
+
+    # a module's hook runs after those of its children, so the first to report is the innermost
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        model(images)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else "the loss itself: all weights and outputs of layers are finite"
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, (tuple, list)):
+        return all(_finite(item) for item in value)
+    return True

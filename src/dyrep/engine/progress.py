@@ -1,0 +1,191 @@
+"""What a person sees while a run trains: bars on a terminal, plain lines elsewhere, curves when asked."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dyrep.errors import ConfigError
+
+LINE_SECONDS = 10.0
+"""Without a terminal an epoch is reported if the last report is at least this old, so that logs stay readable."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is.
+
+    Attributes:
+        epoch: epochs completed.
+        epochs: epochs in all.
+        step: steps of this epoch completed.
+        steps: steps per epoch.
+        loss: mean training loss of this epoch so far.
+        accuracy: training accuracy of this epoch so far, in percent.
+        images_per_second: how fast it goes.
+        structure: the network's structure in a few words.
+        seconds_left: expected time to the end.
+    """
+
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    loss: float
+    accuracy: float
+    images_per_second: float
+    structure: str
+    seconds_left: float
+
+
+class Reporter(Protocol):
+    """Tells a person what happens."""
+
+    def message(self, text: str) -> None:
+        """Say something once."""
+
+    def status(self, status: Status) -> None:
+        """Show where the run is, about once a second."""
+
+    def epoch(self, row: dict[str, Any], status: Status) -> None:
+        """Report a finished epoch."""
+
+    def close(self) -> None:
+        """Nothing more is coming."""
+
+
+class SilentReporter:
+    """For ranks other than the main one, and for tests."""
+
+    def message(self, text: str) -> None:
+        """Say nothing."""
+
+    def status(self, status: Status) -> None:
+        """Show nothing."""
+
+    def epoch(self, row: dict[str, Any], status: Status) -> None:
+        """Report nothing."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class LineReporter(SilentReporter):
+    """Plain lines, not too many."""
+
+    def __init__(self) -> None:
+        self._last = -LINE_SECONDS
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def epoch(self, row: dict[str, Any], status: Status) -> None:
+        """Print a line if the last one is some time ago, and for the last epoch."""
+        now = time.perf_counter()
+        if now - self._last >= LINE_SECONDS or row["epoch"] == status.epochs:
+            self._last = now
+            self.message(describe(row, status))
+
+
+class BarReporter(SilentReporter):
+    """Progress bars on a terminal."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[about]}"),
+        )
+        self._epochs = self._progress.add_task("epochs", total=1, about="")
+        self._steps = self._progress.add_task("steps ", total=1, about="")
+        self._progress.start()
+
+    def message(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def status(self, status: Status) -> None:
+        """Redraw the bars."""
+        now = f"loss {status.loss:.4f}  accuracy {status.accuracy:.2f} %  {status.images_per_second:,.0f} images/s"
+        about = f"{status.structure}  {duration(status.seconds_left)} left"
+        self._progress.update(self._epochs, completed=status.epoch, total=status.epochs, about=about)
+        self._progress.update(self._steps, completed=status.step, total=status.steps, about=now)
+
+    def epoch(self, row: dict[str, Any], status: Status) -> None:
+        """Redraw the bars and, if there is a result, print it."""
+        self.status(status)
+        if any(key in row for key in ("val_accuracy", "test_accuracy")):
+            self.message(describe(row, status))
+
+    def close(self) -> None:
+        """Leave the bars as they are."""
+        self._progress.stop()
+
+
+class Curves:
+    """Curves for TensorBoard.
+
+    Args:
+        folder: where they are written.
+        start: first epoch; what was written for later ones, by a process that was killed, is dropped.
+    """
+
+    def __init__(self, folder: Path, start: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                '--tensorboard needs the package tensorboard: pip install "dyrep[tensorboard]"'
+            ) from error
+        self._writer = SummaryWriter(str(folder), purge_step=start + 1)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add an epoch."""
+        for key, value in row.items():
+            if key != "epoch" and isinstance(value, (int, float)):
+                self._writer.add_scalar(key, value, row["epoch"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Nothing more is coming."""
+        self._writer.close()
+
+
+def make_reporter(bars: bool | None, is_main: bool) -> Reporter:
+    """Bars on a terminal, lines elsewhere, nothing on other ranks than the main one."""
+    if not is_main:
+        return SilentReporter()
+    if bars is None:
+        bars = sys.stdout.isatty()
+    return BarReporter() if bars else LineReporter()
+
+
+def describe(row: dict[str, Any], status: Status) -> str:
+    """An epoch in one line."""
+    parts = [f"epoch {row['epoch']:{len(str(status.epochs))}d}/{status.epochs}"]
+    parts.append(f"loss {row['train_loss']:.4f}, accuracy {row['train_accuracy']:.2f} %")
+    parts += [f"{split} {row[f'{split}_accuracy']:.2f} %" for split in ("val", "test") if f"{split}_accuracy" in row]
+    parts += [status.structure, f"{status.images_per_second:,.0f} images/s", f"{duration(status.seconds_left)} left"]
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """A time in words.
+
+    Example:
+        >>> duration(3.2), duration(75), duration(7300)
+        ('3 s', '1 min 15 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

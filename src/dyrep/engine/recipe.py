@@ -1,0 +1,191 @@
+"""What is trained and how: one typed description, which is all that decides a run's result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dyrep.config import DyRepConfig
+from dyrep.errors import ConfigError
+
+Method = Literal["origin", "dyrep"]
+Dataset = Literal["digits", "cifar10", "cifar100", "folder"]
+Crop = Literal["none", "pad", "resized"]
+Schedule = Literal["cosine", "constant"]
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the result of a run. A run can be resumed with the same recipe alone.
+
+    Attributes:
+        name: what the recipe is called.
+        method: "origin" trains the plain network, "dyrep" evolves it.
+        model: a network of dyrep.models, "timm:NAME", "torchvision:NAME", or "package.module:function" of your own.
+        dataset: which data; "folder" is train/CLASS/*.jpg and val/CLASS/*.jpg.
+        image_size: side of the images (default: as the data set has them).
+        val_split: examples held out of the training set, to choose by: a share below 1, or a number. The test set is
+            then looked at once, after training.
+        epochs: passes over the training set.
+        batch_size: images per step, over all GPUs together.
+        lr: learning rate at its highest.
+        min_lr: learning rate at the end of the cosine.
+        schedule: how the learning rate falls, step by step.
+        warmup_epochs: epochs over which the learning rate rises from zero.
+        momentum: of SGD.
+        nesterov: whether SGD looks ahead.
+        weight_decay: of SGD.
+        decay_norms: whether norms and biases are decayed too.
+        label_smoothing: share of the label spread over all classes.
+        crop: how training images are cropped: not, after padding, or at random size and shape.
+        crop_padding: pixels on each side for crop=pad.
+        flip: mirror training images at random.
+        cutout: side of a square that is blanked at random, 0 for none.
+        color_jitter: strength of random brightness, contrast and saturation.
+        auto_augment: the AutoAugment policy of ImageNet.
+        resident: keep image files decoded on the device and augment them there (default: if they fit and the
+            augmentation allows it). The other way draws other random numbers.
+        ema: decay of a moving average of the weights, which is then what is evaluated (default: none).
+        precision: of convolutions and matrix products; "auto" is bf16 on a GPU that has it and fp32 on a CPU.
+        sync_norms: batch norms over all GPUs together.
+        eval_every: epochs between evaluations; the last epoch is always evaluated.
+        weights: file with initial weights of the plain network, loaded strictly.
+        seed: of everything random.
+        dyrep: how the structure evolves. Its total and seed follow from the recipe's own.
+    """
+
+    name: str = "custom"
+    method: Method = "dyrep"
+    model: str = "small_vgg"
+    dataset: Dataset = "digits"
+    image_size: int | None = None
+    val_split: float = 0
+    epochs: int = 24
+    batch_size: int = 32
+    lr: float = 0.1
+    min_lr: float = 0.0
+    schedule: Schedule = "cosine"
+    warmup_epochs: float = 0
+    momentum: float = 0.9
+    nesterov: bool = False
+    weight_decay: float = 1e-4
+    decay_norms: bool = True
+    label_smoothing: float = 0.0
+    crop: Crop = "none"
+    crop_padding: int = 4
+    flip: bool = False
+    cutout: int = 0
+    color_jitter: float = 0.0
+    auto_augment: bool = False
+    resident: bool | None = None
+    ema: float | None = None
+    precision: Precision = "auto"
+    sync_norms: bool = False
+    eval_every: int = 1
+    weights: str | None = None
+    seed: int = 0
+    dyrep: DyRepConfig = field(default_factory=DyRepConfig)
+
+    def __post_init__(self) -> None:
+        for name, literal in (
+            ("method", Method),
+            ("dataset", Dataset),
+            ("schedule", Schedule),
+            ("crop", Crop),
+            ("precision", Precision),
+        ):
+            valid = get_args(literal)
+            _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
+        for name in ("epochs", "batch_size", "eval_every"):
+            _require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
+        for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
+            _require(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
+        _require("lr", self.lr, "above 0", self.lr > 0)
+        _require("min_lr", self.min_lr, f"from 0 to lr={self.lr}", 0 <= self.min_lr <= self.lr)
+        _require("momentum", self.momentum, "from 0 to below 1", 0 <= self.momentum < 1)
+        _require("label_smoothing", self.label_smoothing, "from 0 to below 1", 0 <= self.label_smoothing < 1)
+        _require("ema", self.ema, "above 0 and below 1", self.ema is None or 0 < self.ema < 1)
+        _require("image_size", self.image_size, "at least 1", self.image_size is None or self.image_size >= 1)
+        _require("warmup_epochs", self.warmup_epochs, f"below epochs={self.epochs}", self.warmup_epochs < self.epochs)
+        if self.nesterov and not self.momentum:
+            raise ConfigError("nesterov=True needs momentum above 0")
+        if self.method == "dyrep":
+            self.evolution()
+
+    def evolution(self) -> DyRepConfig:
+        """The settings of the method for a run of this length and seed."""
+        total = self.epochs if self.dyrep.unit == "epoch" else self.dyrep.total
+        return replace(self.dyrep, total=total, seed=self.seed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as JSON-able data."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "dyrep": self.dyrep.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
+        """Read what `to_dict` wrote; unknown settings are refused."""
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
+        return cls(**{**data, "dyrep": DyRepConfig.from_dict(data.get("dyrep", {}))})
+
+    def differences(self, other: Recipe) -> list[str]:
+        """What differs in another recipe, in words."""
+        ours, theirs = _flat(self.to_dict()), _flat(other.to_dict())
+        return [f"{key}: {ours[key]!r} against {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Where and with what a run is carried out; none of it decides the result, all of it may change on resuming.
+
+    Attributes:
+        out: folder of the run (default: runs/RECIPE-METHOD-seedSEED).
+        data: folder of the data set.
+        device: "cpu", "cuda", "cuda:1", ... (default: a GPU if there is one).
+        workers: processes that read image files (default: one per core, at most 8).
+        graph: capture the training step in a CUDA graph (default: on a single GPU).
+        channels_last: memory layout of images and weights (default: on a GPU).
+        checkpoint_minutes: at most this much training is lost if the power fails.
+        resume: continue the run in the folder if there is one; without this, an existing run is an error.
+        fallback: if the newest checkpoint cannot be read, continue from the one before it.
+        change_settings: continue although the recipe or the number of processes is another one.
+        tensorboard: write curves for TensorBoard too.
+        progress: draw progress bars (default: on a terminal).
+        stop_after: stop, resumable, after this many epochs of the whole (for shared machines with time limits).
+    """
+
+    out: Path | None = None
+    data: Path | None = None
+    device: str | None = None
+    workers: int | None = None
+    graph: bool | None = None
+    channels_last: bool | None = None
+    checkpoint_minutes: float = 5.0
+    resume: bool = True
+    fallback: bool = False
+    change_settings: bool = False
+    tensorboard: bool = False
+    progress: bool | None = None
+    stop_after: int | None = None
+
+    def folder(self, recipe: Recipe) -> Path:
+        """The folder of the run."""
+        return self.out or Path("runs") / f"{recipe.name}-{recipe.method}-seed{recipe.seed}"
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
+    return flat
+
+
+def _require(name: str, value: Any, valid: str, holds: bool) -> None:
+    if not holds:
+        raise ConfigError(f"{name}={value!r}: must be {valid}")

@@ -1,0 +1,88 @@
+"""Every training setting of the paper, and a small one to try things with.
+
+What the paper leaves open: colour jitter is 0.4 for brightness, contrast and saturation; the learning rate has no
+warm-up and falls with every step; weight decay acts on all parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dyrep.config import DyRepConfig
+from dyrep.engine.recipe import Recipe
+from dyrep.errors import ConfigError
+
+DIGITS = Recipe(
+    name="digits",
+    model="small_vgg",
+    dataset="digits",
+    epochs=24,
+    batch_size=32,
+    # in so short a run γ hardly moves, so branches are told apart by a smaller λ than the paper's 0.02
+    dyrep=DyRepConfig(interval=3, score="invariant", cut_threshold=0.002),
+)
+
+CIFAR = Recipe(
+    name="cifar10-vgg16",
+    model="vgg16",
+    dataset="cifar10",
+    image_size=32,
+    epochs=600,
+    batch_size=128,
+    lr=0.1,
+    weight_decay=1e-4,
+    crop="pad",
+    flip=True,
+    cutout=16,
+    dyrep=DyRepConfig.paper(interval=15),
+)
+
+IMAGENET = Recipe(
+    name="imagenet-resnet18",
+    model="resnet18",
+    dataset="folder",
+    image_size=224,
+    epochs=120,
+    batch_size=256,
+    lr=0.1,
+    weight_decay=1e-4,
+    crop="resized",
+    flip=True,
+    color_jitter=0.4,
+    dyrep=DyRepConfig.paper(interval=5),
+)
+
+REPVGG = replace(IMAGENET, epochs=200, color_jitter=0.0, auto_augment=True, label_smoothing=0.1)
+
+TINY_IMAGENET = replace(
+    IMAGENET, name="tiny-imagenet-resnet18", image_size=64, crop="pad", crop_padding=8, color_jitter=0.0
+)
+
+_ALL = (
+    DIGITS,
+    CIFAR,
+    replace(CIFAR, name="cifar100-vgg16", dataset="cifar100"),
+    TINY_IMAGENET,
+    replace(IMAGENET, name="imagenet-mobilenet-v1", model="mobilenet_v1", epochs=90, weight_decay=4e-5),
+    IMAGENET,
+    replace(IMAGENET, name="imagenet-resnet34", model="resnet34"),
+    replace(IMAGENET, name="imagenet-resnet50", model="resnet50"),
+    # the one RepVGG network that the paper trains with simple augmentation
+    replace(IMAGENET, name="imagenet-repvgg-a2", model="repvgg_a2", color_jitter=0.0),
+    replace(REPVGG, name="imagenet-repvgg-b2g4", model="repvgg_b2g4"),
+    replace(REPVGG, name="imagenet-repvgg-b3", model="repvgg_b3"),
+    replace(REPVGG, name="imagenet-repvgg-b3-300", model="repvgg_b3", epochs=300, dyrep=DyRepConfig.paper(interval=10)),
+)
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}
+
+
+def recipe(name: str) -> Recipe:
+    """A recipe by name.
+
+    Example:
+        >>> recipe("cifar10-vgg16").epochs
+        600
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"there is no recipe {name!r}; valid are {', '.join(RECIPES)}")
+    return RECIPES[name]

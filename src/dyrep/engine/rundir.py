@@ -1,0 +1,149 @@
+"""The folder of a run: what it was, what happened, and how to go on.
+
+==================  ===========================================================================
+``config.json``     the recipe and the settings of the first start
+``sessions.jsonl``  one line per start: when, from where, versions, hardware, settings
+``events.jsonl``    every structure update, see `dyrep.read_events`
+``metrics.jsonl``   one line per epoch
+``last.ckpt``       to go on from; ``previous.ckpt`` is the one before, ``best.ckpt`` the best model
+``summary.json``    written at the end
+==================  ===========================================================================
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dyrep.engine.checkpoints import BEST, LAST, CheckpointFolder, read
+from dyrep.engine.recipe import Recipe
+from dyrep.errors import CheckpointError
+from dyrep.events import write_lines
+from dyrep.files import PARTIAL, replacing
+
+FORMAT = 1
+VERSIONED = ("dyrep", "torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn")
+
+
+class RunDirectory:
+    """Reads and writes the files of a run.
+
+    Args:
+        path: the folder; created when something is written.
+
+    Attributes:
+        path: the folder.
+        checkpoints: its checkpoints.
+        rows: the metrics so far, one dict per epoch.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.checkpoints = CheckpointFolder(self.path)
+        self.rows: list[dict[str, Any]] = []
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run has been started here."""
+        return (self.path / "config.json").exists()
+
+    def create(self, recipe: Recipe, settings: dict[str, Any]) -> None:
+        """Start a run that has no checkpoint yet."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.write_json("config.json", {"format": FORMAT, "recipe": recipe.to_dict(), "settings": settings})
+        self.restore_rows([])
+
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        config = self.read_json("config.json")
+        if config.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{self.path / 'config.json'} has format {config.get('format')!r}, this version of dyrep reads {FORMAT}"
+            )
+        return Recipe.from_dict(config["recipe"])
+
+    def clean(self) -> None:
+        """Remove what a killed process left half written."""
+        for leftover in self.path.glob(f"*{PARTIAL}"):
+            leftover.unlink(missing_ok=True)
+
+    def add_session(self, **about: Any) -> None:
+        """Note that a process has started to work on this run."""
+        line = json.dumps({"time": round(time.time(), 3), **about, "versions": versions(), "hardware": hardware()})
+        with open(self.path / "sessions.jsonl", "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Add the metrics of an epoch."""
+        self.rows.append(row)
+        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def restore_rows(self, rows: list[dict[str, Any]]) -> None:
+        """Go back to these metrics; the file is replaced."""
+        self.rows = list(rows)
+        write_lines(self.path / "metrics.jsonl", (json.dumps(row) for row in rows))
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """The metrics in the file."""
+        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.strip()]
+
+    def write_json(self, name: str, data: dict[str, Any]) -> None:
+        """Write a JSON file atomically."""
+        with replacing(self.path / name) as temporary:
+            temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Read a JSON file."""
+        file = self.path / name
+        if not file.is_file():
+            raise CheckpointError(f"{self.path} is not the folder of a run: it has no {name}")
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from error
+        assert isinstance(data, dict)
+        return data
+
+    def model_state(self, which: str = "last") -> dict[str, Any]:
+        """What it takes to rebuild a trained model: recipe, shape of the data, structure, weights and epoch.
+
+        Args:
+            which: ``"last"`` or ``"best"``; if the run keeps a moving average of the weights, that is meant.
+        """
+        self.read_json("config.json")  # says so if this is not a run
+        name = {"last": LAST, "best": BEST}[which]
+        if not (self.path / name).exists():
+            raise CheckpointError(f"{self.path} has no {name} yet: it is written while the run trains")
+        state = read(self.path / name)
+        if state.get("average") is not None:
+            state["model"] = state["average"]
+        return state
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a result depends on."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def hardware() -> str:
+    """The machine in a few words."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores, {torch.get_num_threads()} threads"

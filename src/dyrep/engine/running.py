@@ -1,0 +1,195 @@
+"""Start or continue a run, bring it to its end, and say what came out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dyrep.checkpoint import save
+from dyrep.engine.progress import Reporter, duration, make_reporter
+from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.rundir import RunDirectory, hardware
+from dyrep.engine.signals import StopRequest, stop_request
+from dyrep.engine.trainer import Trainer
+from dyrep.engine.world import World, joined_world
+from dyrep.errors import CheckpointError
+from dyrep.surgery.folding import deploy, verify
+
+PLAIN = "plain.safetensors"
+SUMMARY = "summary.json"
+
+
+class Stopped(BaseException):
+    """A run that was asked to end has done so; it can be continued.
+
+    Attributes:
+        reason: the signal that asked for it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def train(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
+    """Train a recipe, or continue the run that is in its folder already.
+
+    Returns:
+        The summary that is also written to the run's folder; empty if the run stopped before its end because of
+        ``stop_after``.
+
+    Raises:
+        Stopped: a signal asked the run to end; everything is saved.
+        DyRepError: something is wrong with settings, data, checkpoints or training itself.
+    """
+    with stop_request() as stop, joined_world(settings.device) as world:
+        reporter = make_reporter(settings.progress, world.is_main)
+        try:
+            return _train(recipe, settings, world, reporter, stop)
+        finally:
+            reporter.close()
+
+
+def _train(
+    recipe: Recipe, settings: RunSettings, world: World, reporter: Reporter, stop: StopRequest
+) -> dict[str, Any]:
+    run = RunDirectory(settings.folder(recipe))
+    resuming = _check_folder(run, settings)
+    if resuming and (run.path / SUMMARY).exists() and run.recipe() == recipe:
+        reporter.message(f"the run in {run.path} is complete; give another --out to train again")
+        return run.read_json(SUMMARY)
+    world.barrier()  # nobody writes before everybody has looked
+    if world.is_main:
+        run.path.mkdir(parents=True, exist_ok=True)
+        run.clean()
+    trainer = Trainer(recipe, settings, world, run, reporter, stop)
+    if resuming:
+        trainer.resume()
+        place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
+        reporter.message(f"continuing the run in {run.path} at {place}")
+    elif world.is_main:
+        run.create(recipe, _plain(settings))
+    if world.is_main:
+        run.add_session(
+            processes=world.size,
+            device=str(world.device),
+            epoch=trainer.epoch,
+            step=trainer.step,
+            settings=_plain(settings),
+        )
+    reporter.message(_introduction(trainer))
+    finished = trainer.train()
+    if stop and not finished:
+        reporter.message(
+            f"{stop.reason}: saved at epoch {trainer.epoch + 1}, step {trainer.step + 1} in {run.path}; the same "
+            "command continues"
+        )
+        raise Stopped(stop.reason)
+    if not finished:
+        reporter.message(f"stopped after epoch {trainer.epoch} of {recipe.epochs}; the same command continues")
+        return {}
+    return _finish(trainer, reporter)
+
+
+def _check_folder(run: RunDirectory, settings: RunSettings) -> bool:
+    """Whether there is a run to continue; raise rather than overwrite one."""
+    if run.exists and not settings.resume:
+        raise CheckpointError(f"there is a run in {run.path} already: give another --out, or --resume to continue it")
+    if run.checkpoints.exists and not run.exists:
+        raise CheckpointError(f"{run.path} has checkpoints but no config.json: give another --out")
+    return run.checkpoints.exists
+
+
+def _introduction(trainer: Trainer) -> str:
+    recipe, data = trainer.recipe, trainer.data
+    counts = f"{data.train.examples:,} training images per epoch"
+    if data.val is not None:
+        counts += f", {data.val.examples:,} held out"
+    size = trainer.size
+    return (
+        f"{recipe.name}, method {recipe.method}, seed {recipe.seed}: {recipe.model} ({size['macs'] / 1e6:,.1f} M "
+        f"multiply-adds, {size['parameters'] / 1e6:,.2f} M parameters), {counts}, {data.test.examples:,} to test; "
+        f"{recipe.epochs} epochs on {hardware() if trainer.world.device.type == 'cuda' else 'the CPU'}"
+    )
+
+
+def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
+    """Fold the model, check that, and write what came out."""
+    run, recipe, world = trainer.run, trainer.recipe, trainer.world
+    evolved = trainer.score("test")
+    trainer.evaluated.eval()
+    plain = deploy(trainer.evaluated)
+    folded = trainer.score("test", plain)
+    images = _test_images(trainer)
+    report = verify(trainer.evaluated, plain, images)
+    rows, best = run.rows, trainer.best
+    summary: dict[str, Any] = {
+        "recipe": recipe.to_dict(),
+        "test_accuracy": evolved["accuracy"],
+        "test_accuracy_folded": folded["accuracy"],
+        "test_loss": evolved["loss"],
+        "best": None if best is None else {key: best[key] for key in ("epoch", "split", "accuracy")},
+        "fold_error": report.error,
+        "fold_passed": report.passed,
+        "parameters_plain": sum(p.numel() for p in plain.parameters()),
+        "hardware": hardware(),
+        "processes": world.size,
+        "seconds": round(trainer.seconds, 1),
+    }
+    if rows:
+        last = rows[-1]
+        summary["mean_macs"] = sum(row["macs"] for row in rows) / len(rows)
+        summary["mean_parameters"] = sum(row["parameters"] for row in rows) / len(rows)
+        summary |= {key: last[key] for key in ("train_loss", "train_accuracy", "val_accuracy") if key in last}
+    if world.is_main:
+        save(plain, run.path / PLAIN)
+        run.write_json(SUMMARY, summary)
+    world.barrier()
+    _report(summary, run.path, reporter, trainer.recipe, str(report))
+    return summary
+
+
+def _test_images(trainer: Trainer) -> torch.Tensor:
+    loader = trainer.data.test
+    images, _ = loader.prepare(next(iter(loader.batches(0))))
+    return images[:64]
+
+
+def _report(summary: dict[str, Any], folder: Path, reporter: Reporter, recipe: Recipe, verdict: str) -> None:
+    reporter.message(
+        f"test accuracy {summary['test_accuracy']:.2f} %, folded {summary['test_accuracy_folded']:.2f} %, in "
+        f"{duration(summary['seconds'])}"
+    )
+    if recipe.method != "origin":
+        reporter.message(f"same function: {verdict}")
+    reporter.message(f"results in {folder}: {PLAIN} loads strictly into the plain {recipe.model}")
+
+
+def _plain(settings: RunSettings) -> dict[str, Any]:
+    values = dataclasses.asdict(settings)
+    return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+
+def load_run(path: Path, which: str = "last") -> tuple[nn.Module, dict[str, Any]]:
+    """The trained model of a run, with its branches, in eval mode; no data is needed.
+
+    Args:
+        path: the run's folder.
+        which: ``"last"`` or ``"best"``.
+
+    Returns:
+        The model, and the state it was made from (recipe, structure, epoch, shape of the data).
+    """
+    from dyrep.engine.setup import make_model
+    from dyrep.surgery.structure import restructure_
+
+    state = RunDirectory(path).model_state(which)
+    recipe = dataclasses.replace(Recipe.from_dict(state["recipe"]), weights=None)
+    model = make_model(recipe, classes=len(state["classes"]), channels=state["channels"])
+    restructure_(model, state["structure"], generator=torch.Generator())
+    model.load_state_dict(state["model"])
+    return model.eval(), state

@@ -1,0 +1,185 @@
+"""One training step: batch, forward, loss, backward, optimizer, moving average; eager, or replayed as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dyrep.engine.averages import WeightAverage
+from dyrep.engine.data.loader import Loader
+from dyrep.errors import DyRepError
+from dyrep.scoring import StepScorer
+
+Raw = tuple[Tensor, ...]
+WARMUP_STEPS = 3
+"""Steps that are run eagerly before a graph is captured: libraries choose algorithms, lazy state is created."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the steps of an epoch add up to.
+
+    Attributes:
+        loss: sum of the losses of all examples.
+        correct: examples classified rightly.
+        examples: examples seen.
+        steps: steps taken before a loss was not finite; all of them, as a rule.
+        diverged: whether a loss was not finite. No step has changed the weights since.
+    """
+
+    loss: float
+    correct: float
+    examples: float
+    steps: int
+    diverged: bool
+
+
+class TrainStep:
+    """Trains on one batch at a time and keeps sums on the device, without waiting for it.
+
+    Args:
+        model: the model to train, as it is to be called (it may be a DistributedDataParallel wrapper).
+        optimizer: its optimizer. On a GPU it has to be fused, with a tensor as learning rate.
+        loader: turns raw batches into images and labels.
+        precision: dtype of convolutions and products.
+        label_smoothing: of the loss.
+        average: moving average of the weights, if there is one.
+        scaler: of the loss, for float16.
+        graph: replay a captured CUDA graph.
+        message: told in words when a graph cannot be captured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.SGD,
+        loader: Loader,
+        *,
+        precision: torch.dtype,
+        label_smoothing: float,
+        average: WeightAverage | None,
+        scaler: torch.amp.GradScaler,
+        graph: bool,
+        message: Callable[[str], None],
+    ) -> None:
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self._precision, self._label_smoothing = precision, label_smoothing
+        self._average, self._scaler, self._message = average, scaler, message
+        self.scorer: StepScorer | None = None
+        device = next(model.parameters()).device
+        self._device = device
+        self._totals = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, examples, steps
+        self._diverged = torch.zeros((), device=device)
+        if device.type == "cuda" and not scaler.is_enabled():
+            optimizer.found_inf = self._diverged  # type: ignore[attr-defined]  # fused: no step after divergence
+        self._graph_wanted = graph
+        self._warmup = WARMUP_STEPS
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._inputs: Raw = ()
+
+    def __call__(self, raw: Raw) -> None:
+        """Train on one raw batch."""
+        if not self._graph_wanted:
+            self._run(raw)
+        elif self._warmup:
+            self._warmup -= 1
+            self._run_aside(raw)
+        else:
+            self._replay(raw)
+
+    def recapture(self) -> None:
+        """Forget captured graphs: the model's structure has changed."""
+        self._graphs.clear()
+        self._inputs = ()
+        self._warmup = WARMUP_STEPS
+        self._optimizer.zero_grad(set_to_none=True)  # gradients live in the memory of the graph
+
+    def read(self) -> Totals:
+        """The sums so far; waits for the device."""
+        loss, correct, examples, steps, diverged = [*self._totals.tolist(), float(self._diverged)]
+        return Totals(loss, correct, examples, round(steps), bool(diverged))
+
+    def reset(self) -> None:
+        """Start the sums over."""
+        self._totals.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far."""
+        return {"totals": self._totals.cpu().clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from saved sums."""
+        self._totals.copy_(state["totals"])
+
+    def _run(self, raw: Raw) -> None:
+        images, labels = self._loader.prepare(raw)
+        self._optimizer.zero_grad(set_to_none=True)
+        mixed = self._precision != torch.float32
+        with torch.autocast(self._device.type, self._precision) if mixed else nullcontext():
+            logits = self._model(images)
+        logits = logits.float()
+        loss = F.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+        self._diverged.copy_(torch.maximum(self._diverged, (~torch.isfinite(loss)).float()))
+        if self._device.type == "cpu" and self._diverged:
+            return  # a step would carry it into all weights
+        self._scaler.scale(loss).backward()
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        if self._average is not None:
+            self._average.update()
+        with torch.no_grad():
+            self._totals[0] += loss.detach() * len(labels)
+            self._totals[1] += (logits.argmax(1) == labels).sum()
+            self._totals[2] += len(labels)
+            self._totals[3] += 1 - self._diverged
+
+    def _run_aside(self, raw: Raw) -> None:
+        """Run eagerly on another stream than the default one, as capturing afterwards requires."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._run(raw)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _replay(self, raw: Raw) -> None:
+        scored = self.scorer is not None and self.scorer.due
+        if not self._inputs:
+            self._inputs = tuple(part.to(self._device, copy=True) for part in raw)
+        for static, part in zip(self._inputs, raw, strict=True):
+            static.copy_(part, non_blocking=True)
+        if scored not in self._graphs and not self._capture(scored):
+            self._run(raw)
+            return
+        if self.scorer is not None:
+            self.scorer.step += 1  # replaying runs no Python, which would have counted
+        self._graphs[scored].replay()
+
+    def _capture(self, scored: bool) -> bool:
+        """Capture a step, which does not carry it out; whether that worked."""
+        step = 0 if self.scorer is None else self.scorer.step
+        self._optimizer.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self._graphs.values()), None)
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                self._run(self._inputs)
+        except DyRepError:
+            raise
+        except RuntimeError as error:
+            self._graph_wanted = False
+            self._graphs.clear()
+            self._optimizer.zero_grad(set_to_none=True)
+            reason = str(error).strip().splitlines()[0]
+            self._message(f"the training step cannot be captured in a CUDA graph and runs eagerly: {reason}")
+            return False
+        finally:
+            if self.scorer is not None:
+                self.scorer.step = step
+        self._graphs[scored] = graph
+        return True

@@ -1,0 +1,407 @@
+"""The training loop: epochs of steps, evaluation, structure updates and checkpoints, resumable at any step."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dyrep.controller import DyRep
+from dyrep.engine.averages import WeightAverage
+from dyrep.engine.divergence import DivergedError, find_origin
+from dyrep.engine.evaluate import evaluate
+from dyrep.engine.progress import Curves, Reporter, Status
+from dyrep.engine.randomness import random_state, restore_random_state, seed_everything
+from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.rundir import RunDirectory
+from dyrep.engine.schedule import learning_rate, set_learning_rate_
+from dyrep.engine.setup import (
+    make_data,
+    make_model,
+    make_optimizer,
+    make_precision,
+    suit_device_,
+    uses_channels_last,
+    uses_graph,
+)
+from dyrep.engine.signals import StopRequest
+from dyrep.engine.step import TrainStep
+from dyrep.engine.world import World
+from dyrep.errors import CheckpointError, ConfigError
+from dyrep.events import EventLog
+from dyrep.surgery.costs import costs
+from dyrep.surgery.edits import Edit
+from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
+from dyrep.surgery.structure import structure
+
+AGREE_STEPS = 20
+"""Several processes ask each other this often whether to save or stop."""
+
+
+class Trainer:
+    """Trains one model by a recipe.
+
+    Args:
+        recipe: what to train and how.
+        settings: where and with what.
+        world: the processes that train together.
+        run: the folder of the run.
+        reporter: tells a person what happens.
+        stop: whether somebody wants the run to end.
+
+    Attributes:
+        model: the bare model.
+        data: the loaders.
+        controller: evolves the model; None for the plain method.
+        epoch: epochs completed.
+        step: steps of the current epoch completed.
+        best: the best model so far.
+        size: parameters, multiply-adds and branches of the model as it is now.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        settings: RunSettings,
+        world: World,
+        run: RunDirectory,
+        reporter: Reporter,
+        stop: StopRequest,
+    ) -> None:
+        self.recipe, self.settings, self.world, self.run = recipe, settings, world, run
+        self.epoch = self.step = 0
+        self.best: dict[str, Any] | None = None
+        self._saved_best = -1
+        self._reporter, self._stop = reporter, stop
+        self._precision = make_precision(recipe, world.device)
+        if world.device.type == "cuda":
+            torch.backends.cudnn.benchmark = True  # shapes do not change
+        self.data = make_data(recipe, settings, world)
+        seed_everything(recipe.seed, "weights")
+        self.model = make_model(recipe, classes=len(self.data.classes), channels=self.data.channels)
+        if recipe.sync_norms:
+            if world.device.type != "cuda":
+                raise ConfigError("--sync-norms needs GPUs: torch synchronises batch norms there alone")
+            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+        channels_last = uses_channels_last(settings, world.device)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        self.model.to(world.device).to(memory_format=layout)
+        seed_everything(recipe.seed, "training", world.rank)
+        self.optimizer = make_optimizer(self.model, recipe, world.device)
+        self.average = None if recipe.ema is None else WeightAverage(self.model, recipe.ema)
+        self._scaler = torch.amp.GradScaler(world.device.type, enabled=self._precision == torch.float16)
+        trained = self._wrapped()
+        self._log = EventLog(run.path / "events.jsonl")
+        self.controller = self._make_controller(trained) if recipe.method == "dyrep" else None
+        graph, reason = uses_graph(settings, world)
+        if reason:
+            reporter.message(reason)
+        self._train_on = TrainStep(
+            trained,
+            self.optimizer,
+            self.data.train,
+            precision=self._precision,
+            label_smoothing=recipe.label_smoothing,
+            average=self.average,
+            scaler=self._scaler,
+            graph=graph,
+            message=reporter.message,
+        )
+        self._train_on.scorer = None if self.controller is None else self.controller.scorer
+        self._curves: Curves | None = None
+        self._earlier_seconds = 0.0
+        self._began = self._last_saved = self._last_looked = time.perf_counter()
+        self._examples_at_start = 0.0
+        self._measure()
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def train(self) -> bool:
+        """Train to the end; whether it was reached. If not, the run can be resumed."""
+        if self.settings.tensorboard and self.world.is_main:
+            self._curves = Curves(self.run.path / "tensorboard", self.epoch)
+        now = time.perf_counter()
+        self._began = self._began_epoch = self._last_saved = self._last_looked = now
+        end = min(self.recipe.epochs, self.settings.stop_after or self.recipe.epochs)
+        while self.epoch < end:
+            if not self._train_epoch():
+                self.save()
+                return False
+            self._finish_epoch()
+            due, stopped = self.world.any([self._save_is_due(), bool(self._stop)])
+            if due or stopped or self.epoch == end:
+                self.save()
+            if stopped and self.epoch < end:
+                return False
+        if self._curves is not None:
+            self._curves.close()
+        return self.epoch == self.recipe.epochs
+
+    def _train_epoch(self) -> bool:
+        """Train to the end of the epoch; False if somebody wants to stop before."""
+        loader = self.data.train
+        self.model.train()
+        self._began_epoch, self._examples_at_start = time.perf_counter(), self._train_on.read().examples
+        for raw in loader.batches(self.epoch, self.step):
+            progress = self.epoch + self.step / loader.steps
+            set_learning_rate_(self.optimizer, learning_rate(self.recipe, progress))
+            self._train_on(raw)
+            self.step += 1
+            if self.controller is not None and self.recipe.dyrep.unit == "step":
+                self._follow(self._evolve(after_epoch=False))
+            self._look_now_and_then()
+            if self.step < loader.steps and (self.world.size == 1 or self.step % AGREE_STEPS == 0):
+                due, stopped = self.world.any([self._save_is_due(), bool(self._stop)])
+                if stopped:
+                    return False
+                if due:
+                    self.save()
+        return True
+
+    def _finish_epoch(self) -> None:
+        self._check_health()
+        totals = self._train_on.read()
+        trained = time.perf_counter()
+        sums = torch.tensor([totals.loss, totals.correct, totals.examples], dtype=torch.float64)
+        loss, correct, examples = self.world.sum(sums.to(self.world.device)).tolist()
+        rate = (totals.examples - self._examples_at_start) * self.world.size / (trained - self._began_epoch)
+        row = {
+            "epoch": self.epoch + 1,
+            "train_loss": loss / examples,
+            "train_accuracy": 100 * correct / examples,
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            **self._evaluate(),
+            **self.size,
+            "images_per_second": round(rate, 1),
+            "train_seconds": round(trained - self._began_epoch, 3),
+        }
+        evaluated = time.perf_counter()
+        row["eval_seconds"] = round(evaluated - trained, 3)
+        if self.world.device.type == "cuda":
+            row["memory_gib"] = round(torch.cuda.max_memory_allocated(self.world.device) / 2**30, 3)
+        edits = [] if self.controller is None else self._evolve(after_epoch=True)
+        row["update_seconds"] = round(time.perf_counter() - evaluated, 3)
+        self.epoch, self.step = self.epoch + 1, 0
+        self._train_on.reset()
+        if self.world.is_main:
+            self.run.add_row(row)
+            if self._curves is not None:
+                self._curves.add(row)
+        self._reporter.epoch(row, self._status(row["train_loss"], row["train_accuracy"], rate))
+        self._follow(edits)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Metrics on the held-out split, or on the test set if there is none; both belong to the last epoch."""
+        epoch = self.epoch + 1
+        if epoch % self.recipe.eval_every and epoch != self.recipe.epochs:
+            return {}
+        split = "test" if self.data.val is None else "val"
+        found = self.score(split)
+        if self.best is None or found["accuracy"] > self.best["accuracy"]:
+            self.best = {**self._portable(), "epoch": epoch, "split": split, "accuracy": found["accuracy"]}
+        return {f"{split}_loss": found["loss"], f"{split}_accuracy": found["accuracy"]}
+
+    def score(self, split: str, model: nn.Module | None = None) -> dict[str, float]:
+        """Loss and accuracy on a split, ``"val"`` or ``"test"``, of the model that counts or of another one."""
+        chosen = self.evaluated if model is None else model
+        if self.world.size > 1:  # each rank has its own running statistics; rank 0's are those that are saved
+            for buffer in chosen.buffers():
+                dist.broadcast(buffer, 0)
+        loader = self.data.test if split == "test" else self.data.val
+        assert loader is not None
+        return evaluate(chosen, loader, self.world, self._precision)
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that counts: the moving average if there is one."""
+        return self.model if self.average is None else self.average.module
+
+    # -- structure ----------------------------------------------------------------------------------------------
+
+    def _make_controller(self, model: nn.Module) -> DyRep:
+        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+            logits = model(batch[0]).float()
+            return F.cross_entropy(logits, batch[1], label_smoothing=self.recipe.label_smoothing)
+
+        averages = [] if self.average is None else [self.average.module]
+        return DyRep(model, self.optimizer, self.recipe.evolution(), loss=loss, ema=averages, log=self._log)
+
+    def _evolve(self, *, after_epoch: bool) -> list[Edit]:
+        """Let the controller update the structure if that is due, in the precision the model trains in."""
+        assert self.controller is not None
+        call = self.controller.epoch_end if after_epoch else self.controller.step_end
+        mixed = self._precision != torch.float32
+        with torch.autocast(self.world.device.type, self._precision) if mixed else nullcontext():
+            before = self.controller.updates
+            edits = call(self.data.train.calibration(self.epoch))
+        if self.controller.updates > before:  # scores start over in new tensors, so graphs are stale in any case
+            self._train_on.recapture()
+        return edits
+
+    def _follow(self, edits: list[Edit]) -> None:
+        if edits:
+            self._measure()
+        for edit in edits:
+            self._reporter.message(f"    {edit}")
+
+    @torch.no_grad()
+    def _measure(self) -> None:
+        """Count what the structure costs, and describe it."""
+        image = torch.zeros(1, self.data.channels, self.data.size, self.data.size, device=self.world.device)
+        counted = costs(self.model, image)
+        blocks = structure(self.model)["blocks"]
+        branches = sum(len(block["branches"]) for block in blocks.values())
+        self.size = {"parameters": counted.parameters, "macs": counted.macs, "branches": branches}
+        self._described = f"{len(blocks)} blocks, {branches} branches" if blocks else "plain"
+
+    # -- looking after the run ----------------------------------------------------------------------------------
+
+    def _look_now_and_then(self) -> None:
+        """About once a second, see that all is well and show it; every look waits for the device."""
+        now = time.perf_counter()
+        if now - self._last_looked < 1:
+            return
+        self._check_health()
+        totals = self._train_on.read()
+        count = max(totals.examples, 1)
+        rate = (totals.examples - self._examples_at_start) * self.world.size / (now - self._began_epoch)
+        self._reporter.status(self._status(totals.loss / count, 100 * totals.correct / count, rate))
+        self._last_looked = time.perf_counter()
+
+    def _status(self, loss: float, accuracy: float, rate: float) -> Status:
+        steps = self.data.train.steps
+        left = (self.recipe.epochs - self.epoch) * steps - self.step
+        seconds = left * self.recipe.batch_size / max(rate, 1e-9)
+        return Status(self.epoch, self.recipe.epochs, self.step, steps, loss, accuracy, rate, self._described, seconds)
+
+    def _check_health(self) -> None:
+        """Raise if the loss has become infinite or NaN, and say where that began."""
+        totals = self._train_on.read()
+        if not totals.diverged:
+            return
+        step = totals.steps
+        raw = next(iter(self.data.train.batches(self.epoch, step)))
+        images, _ = self.data.train.prepare(raw)
+        mixed = self._precision != torch.float32
+        self.model.train()
+        with torch.autocast(self.world.device.type, self._precision) if mixed else nullcontext():
+            origin = find_origin(self.model, images)
+        if self.run.checkpoints.exists:
+            kept = f"the last good checkpoint is kept in {self.run.path}"
+        else:
+            kept = f"there is no checkpoint in {self.run.path} yet"
+        raise DivergedError(
+            f"the loss is not finite at epoch {self.epoch + 1}, step {step + 1}. It began with {origin}. {kept}. Try a "
+            f"lower learning rate (--lr {self.recipe.lr / 3:.2g} --change-settings goes on from the checkpoint), "
+            "--warmup-epochs in a new run, or --precision fp32"
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    def _save_is_due(self) -> bool:
+        return time.perf_counter() - self._last_saved >= 60 * self.settings.checkpoint_minutes
+
+    def save(self) -> None:
+        """Write a checkpoint; all ranks have to call this together."""
+        self._check_health()
+        random = random_state(self.world)
+        if self.world.is_main:
+            self.run.checkpoints.save({**self._state(), "random": random})
+            if self.best is not None and self.best["epoch"] != self._saved_best:
+                self.run.checkpoints.save_best(self.best)
+                self._saved_best = self.best["epoch"]
+        self._last_saved = time.perf_counter()
+
+    def _state(self) -> dict[str, Any]:
+        controller = self.controller
+        return {
+            **self._portable(),
+            "world": self.world.size,
+            "epoch": self.epoch,
+            "step": self.step,
+            "seconds": self.seconds,
+            "dyrep": None if controller is None else controller.state_dict(),
+            "optimizer": state_by_name(self.optimizer, self.model) if controller is None else None,
+            "model": self.model.state_dict(),
+            "average": None if self.average is None else self.average.state_dict(),
+            "scaler": self._scaler.state_dict(),
+            "sums": self._train_on.state_dict(),
+            "best": self.best,
+            "rows": self.run.rows,
+            "events": self._log.events,
+        }
+
+    def _portable(self) -> dict[str, Any]:
+        """What it takes to rebuild the model that counts, as it is now."""
+        weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
+        return {
+            "recipe": self.recipe.to_dict(),
+            "classes": list(self.data.classes),
+            "channels": self.data.channels,
+            "size": self.data.size,
+            "structure": structure(self.model),
+            "model": weights,
+        }
+
+    def resume(self) -> None:
+        """Continue from the last checkpoint.
+
+        Raises:
+            ConfigError: the recipe or the number of processes is another one, and that was not allowed.
+            CheckpointError: the checkpoint cannot be read, or does not fit.
+        """
+        state = self.run.checkpoints.load(fallback=self.settings.fallback)
+        self._check_same_run(state)
+        if self.controller is None or state["dyrep"] is None:
+            load_state_by_name_(self.optimizer, self.model, state["optimizer"])
+        else:
+            self.controller.load_state_dict(state["dyrep"])
+        suit_device_(self.optimizer, self.world.device)
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            if state["average"] is None:
+                self.average.load_state_dict(state["model"])
+            else:
+                self.average.load_state_dict(state["average"])
+        self._scaler.load_state_dict(state["scaler"])
+        self._train_on.load_state_dict(state["sums"])
+        self.epoch, self.step, self._earlier_seconds = state["epoch"], state["step"], state["seconds"]
+        self.best = state["best"]
+        self._log.restore(state["events"])
+        if self.world.is_main:
+            self.run.restore_rows(state["rows"])
+        restore_random_state(state["random"], self.world)
+        self._measure()
+
+    def _check_same_run(self, state: dict[str, Any]) -> None:
+        saved = Recipe.from_dict(state["recipe"])
+        changes = saved.differences(self.recipe)
+        if state["world"] != self.world.size:
+            changes.append(f"processes: {state['world']} against {self.world.size}")
+        if changes and not self.settings.change_settings:
+            raise ConfigError(
+                f"the run in {self.run.path} was started with other settings ({'; '.join(changes)}): give the same "
+                "ones, another --out, or --change-settings to go on with the new ones"
+            )
+        if self.controller is None and state["structure"]["blocks"]:
+            raise CheckpointError(
+                f"the model in {self.run.path} has branches already, so --method origin cannot continue it"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """Time this run has taken so far, over all processes that worked on it one after the other."""
+        return self._earlier_seconds + time.perf_counter() - self._began
+
+    def _wrapped(self) -> nn.Module:
+        if self.world.size == 1:
+            return self.model
+        return DistributedDataParallel(
+            self.model, device_ids=[self.world.device] if self.world.device.type == "cuda" else None
+        )
