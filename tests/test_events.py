@@ -80,3 +80,18 @@ def test_without_a_path_events_stay_in_memory():
     log.write("update")
     log.resume(1)
     assert kinds(log.events) == ["started", "resumed"]
+
+
+def test_restoring_replaces_whatever_the_file_holds(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl")
+    kept = [log.write("started"), log.write("update", update=1)]
+    log.write("update", update=2)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"seq": 3, "type": "upd')
+    other = EventLog(tmp_path / "events.jsonl")
+    other.write("started")
+    other.restore(kept)
+    assert read_events(tmp_path / "events.jsonl") == kept
+    assert other.write("update", update=2)["seq"] == 2
+    assert [event["seq"] for event in read_events(tmp_path / "events.jsonl")] == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]

@@ -296,3 +296,25 @@ def test_a_state_with_other_metrics_starts_the_window_over(conv):
 def test_votes_are_over_the_operations_every_metric_knows():
     votes = scoring.vote({"a": {"x": 1, "y": 2, "frozen": 9}, "b": {"x": 5, "y": 9}})
     assert set(votes) == {"x", "y"}
+
+
+def test_every_nth_step_is_scored_and_the_place_survives_saving():
+    conv = nn.Conv2d(2, 3, 3)
+    optimizer = torch.optim.SGD(conv.parameters(), lr=0.0)
+    scorer = scoring.StepScorer(optimizer, ["snip"], every=3)
+    scorer.watch({"conv": [conv.weight]})
+    due = []
+    for step in range(7):
+        due.append(scorer.due)
+        conv.weight.grad = torch.full_like(conv.weight, float(step))
+        optimizer.step()
+    assert due == [True, False, False, True, False, False, True]
+    seen = scorer.read()
+    assert seen.steps == 3
+    expected = conv.weight.abs().sum().item() * (0 + 3 + 6) / 3
+    assert seen.means["snip"]["conv"] == pytest.approx(expected, rel=1e-5)
+    other = scoring.StepScorer(optimizer, ["snip"], every=3)
+    other.watch({"conv": [conv.weight]})
+    other.load_state_dict(scorer.state_dict())
+    assert other.step == 7
+    assert not other.due

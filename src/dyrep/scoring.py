@@ -186,12 +186,13 @@ class StepScorer:
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself
         if scale is not None:
             values = values / scale
-        finite = torch.isfinite(values).all()
+        good = torch.isfinite(values.sum())  # one kernel fewer than testing each, and inf or NaN survive a sum
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
-            finite = finite & (found_inf.to(finite.device) == 0).all()
-        self._sums += torch.where(finite, values, torch.zeros_like(values))
-        self._counts += torch.stack([finite, ~finite])
+            good = good & (found_inf.to(good.device) == 0).all()
+        self._sums += values.masked_fill_(~good, 0.0)
+        self._counts[0] += good
+        self._counts[1] += ~good
 
     def _values(self, rows: list[int], parameters: list[Tensor]) -> Tensor:
         """Scores of every operation at this step; all are linear in the gradient's scale."""
@@ -200,17 +201,22 @@ class StepScorer:
         per_parameter: dict[str, Tensor] = {}
         if "synflow" in self.metrics or "snip" in self.metrics:
             products = torch._foreach_mul(thetas, gradients)
-            per_parameter["synflow"] = torch.stack([product.sum() for product in products])
-            per_parameter["snip"] = torch.stack(torch._foreach_norm(products, 1))
-        if "grad_norm" in self.metrics or "invariant" in self.metrics:
-            norms = torch.stack(torch._foreach_norm(gradients))
-            per_parameter["grad_norm"] = norms**2
+            if "synflow" in self.metrics:
+                per_parameter["synflow"] = torch.stack([product.sum() for product in products])
+            if "snip" in self.metrics:
+                per_parameter["snip"] = torch.stack(torch._foreach_norm(products, 1))
+        if "invariant" in self.metrics:
+            sizes = torch.stack(torch._foreach_norm([*gradients, *thetas])).view(2, -1)
             # of the kernel alone: a bias does not share its scale
             kernel = [1.0 if theta.dim() > 1 else 0.0 for theta in thetas]
-            sizes = torch.stack(torch._foreach_norm(thetas))
-            per_parameter["invariant"] = norms * sizes * self._constant(kernel)
+            per_parameter["invariant"] = sizes.prod(0) * self._constant(kernel)
+        if "grad_norm" in self.metrics:
+            per_parameter["grad_norm"] = torch.stack(torch._foreach_norm(gradients)).square()
         table = torch.stack([per_parameter[metric] for metric in self.metrics], dim=1)
-        values = torch.zeros_like(self._sums).index_add_(0, self._constant(rows), table)
+        if rows == list(range(len(self._names))):  # one parameter each: nothing to add up
+            values = table
+        else:
+            values = torch.zeros_like(self._sums).index_add_(0, self._constant(rows), table)
         if "grad_norm" in self.metrics:
             column = self.metrics.index("grad_norm")
             values[:, column] = values[:, column].sqrt()

@@ -334,3 +334,19 @@ def test_relative_error_is_the_maximum_norm_ratio():
     assert relative_error(torch.ones(2), torch.ones(3)) == float("inf")
     assert math.isnan(relative_error(torch.tensor([float("nan"), 0.0]), reference))
     assert relative_error(torch.empty(0), torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize("interface", ["allow_tf32", "fp32_precision"])
+def test_verifying_leaves_the_users_tf32_settings_alone(interface):
+    switch = torch.backends.cudnn if interface == "allow_tf32" else getattr(torch.backends.cudnn, "conv", None)
+    if switch is None:
+        pytest.skip("this torch has one interface only")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    original = getattr(switch, interface)
+    try:
+        for value in (True, False) if interface == "allow_tf32" else ("tf32", "ieee"):
+            setattr(switch, interface, value)
+            assert dyrep.verify(model, dyrep.deploy(model), torch.randn(1, 3, 8, 8))
+            assert getattr(switch, interface) == value
+    finally:
+        setattr(switch, interface, original)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,9 +149,32 @@ def train_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) 
         return dict(_named_tensors(run_batch(model, batch, forward)))
 
 
-def _full_precision(model: nn.Module) -> torch.autocast:
-    """Switch autocast off: its rounding is larger than any difference worth finding."""
-    return torch.autocast(device_of(model).type, enabled=False)
+@contextmanager
+def _full_precision(model: nn.Module) -> Iterator[None]:
+    """Switch autocast and TF32 off: their rounding is larger than any difference worth finding."""
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    with (
+        _without_tf32(cudnn, getattr(cudnn, "conv", None)),
+        _without_tf32(matmul, matmul),
+        torch.autocast(device_of(model).type, enabled=False),
+    ):
+        yield
+
+
+@contextmanager
+def _without_tf32(switch: Any, newer: Any) -> Iterator[None]:
+    """Switch TF32 off if it is on, through whichever of torch's two interfaces the user has not ruled out."""
+    try:
+        name, before, off = "allow_tf32", switch.allow_tf32, False
+    except RuntimeError:  # the newer interface was used, and the older one refuses to answer since
+        switch, name, before, off = newer, "fp32_precision", newer.fp32_precision, "ieee"
+    if before != off:
+        setattr(switch, name, off)
+    try:
+        yield
+    finally:
+        if before != off:
+            setattr(switch, name, before)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
