@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint picture drift clean
+.PHONY: demo test test-slow lint picture drift loop clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -11,7 +11,11 @@ WORKERS ?= 2
 	touch $@
 
 demo: .venv/.installed
-	$(BIN)/python -m dyrep.demo --out runs/demo
+	rm -rf runs/demo
+	$(BIN)/dyrep train --out runs/demo --device cpu
+	$(BIN)/dyrep inspect runs/demo
+	$(BIN)/dyrep deploy runs/demo -o runs/demo/deployed.safetensors
+	$(BIN)/python -m dyrep.report.evolution runs/demo -o runs/demo/evolution.png
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -30,6 +34,10 @@ picture: demo   # the figure in the README
 
 drift: .venv/.installed   # the table in docs/numerics.md
 	$(BIN)/python benchmarks/drift.py --out results/drift.json
+	$(BIN)/python benchmarks/tables.py
+
+loop: .venv/.installed   # the table of speeds in docs/training.md; needs a GPU
+	$(BIN)/python benchmarks/loop.py --out results/loop.json
 	$(BIN)/python benchmarks/tables.py
 
 clean:

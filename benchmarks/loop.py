@@ -1,7 +1,7 @@
 """How fast the training loop is: VGG-16 on images of CIFAR's shape, captured and eager, with scoring and updates.
 
-``python benchmarks/loop.py --out results/loop.json`` on a machine with a GPU writes every figure of docs/speed.md.
-The images are random; what they show does not matter for speed. Times are medians over epochs of one process.
+``python benchmarks/loop.py --out results/loop.json`` (``make loop``) on a machine with a GPU gives the table of speeds
+in docs/training.md. The images are random; what they show does not matter for speed. Times are medians over epochs.
 """
 
 from __future__ import annotations
