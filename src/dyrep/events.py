@@ -43,7 +43,7 @@ class EventLog:
         self.next_seq += 1
         self.events.append(event)
         if self.path is not None and ranks.is_main_rank():
-            _append_line(self.path, json.dumps(event, allow_nan=False))
+            append_line(self.path, json.dumps(event, allow_nan=False))
         return event
 
     def restore(self, events: list[dict[str, Any]]) -> None:
@@ -52,6 +52,11 @@ class EventLog:
         self.next_seq = events[-1]["seq"] + 1 if events else 0
         if self.path is not None and ranks.is_main_rank():
             write_lines(self.path, (json.dumps(event, allow_nan=False) for event in events))
+
+    def move_to(self, path: str | os.PathLike[str]) -> None:
+        """Keep the log in this file from now on; whatever it holds is replaced by the events so far, atomically."""
+        self.path = Path(path)
+        self.restore(self.events)
 
     def resume(self, seq: int, **data: Any) -> None:
         """Continue from an earlier point: what was logged after it did not happen in the run that goes on."""
@@ -77,8 +82,9 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for number, event in enumerate(parsed):
         if event is None:
-            following = parsed[number + 1] if number + 1 < len(parsed) else None
-            if number + 1 < len(parsed) and (following is None or following["type"] != "started"):
+            # processes that were killed one after the other may have left a partial line each
+            following = next((later for later in parsed[number + 1 :] if later is not None), None)
+            if following is not None and following["type"] != "started":
                 raise CheckpointError(f"line {number + 1} of {file} is damaged: {lines[number][:80]!r}")
         elif event["type"] == "started":
             before, events = events, [event]
@@ -104,7 +110,8 @@ def _parse(line: str) -> dict[str, Any] | None:
     return event if isinstance(event, dict) and {"type", "seq"} <= event.keys() else None
 
 
-def _append_line(path: Path, line: str) -> None:
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a text file; a partial one that a killed process left is ended first."""
     broken = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
     with open(path, "a", encoding="utf-8") as file:
         file.write(("\n" if broken else "") + line + "\n")

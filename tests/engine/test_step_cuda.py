@@ -137,6 +137,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_so():
     assert "cannot be captured" in messages[0]
     assert totals.steps == 10
     assert totals.examples == 160
+    torch.rand(1, device=CUDA)
 
 
 @pytest.mark.parametrize("graph", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from dyrep.engine.running import load_run
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs
 from dyrep.surgery.folding import deploy
+
+_WIDE = 1000
 
 
 def inspect_run(
@@ -48,11 +51,12 @@ def describe(model: nn.Module, image: torch.Tensor) -> dict[str, Any]:
         ('0', 3456, 216)
     """
     now, before = costs(model, image), costs(deploy(model), image)
-    inside = [name for name, m in model.named_modules() if isinstance(m, RepConv) and m.branches]
+    blocks = [name for name, m in model.named_modules() if isinstance(m, RepConv) and m.branches]
+    inside = tuple(_below(name, "branches.") for name in blocks)
     outermost = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, PLAIN_CONVS) and not any(name.startswith(f"{block}.branches.") for block in inside)
+        if isinstance(module, PLAIN_CONVS) and not name.startswith(inside)
     ]
     return {
         "parameters": now.parameters,
@@ -93,7 +97,7 @@ def _branches(name: str, block: RepConv, positions: Positions, counted: Costs) -
             "macs": added_macs(block, [key], positions, width),
         }
         nested = [
-            _layer(f"{name}.branches.{key}.{path}", inner, counted)
+            _layer(_below(name, f"branches.{key}.{path}"), inner, counted)
             for path, inner in branch.named_modules()
             if isinstance(inner, RepConv) and inner.branches and ".branches." not in f".{path}."
         ]
@@ -103,6 +107,11 @@ def _branches(name: str, block: RepConv, positions: Positions, counted: Costs) -
         yield entry
 
 
+def _below(name: str, path: str) -> str:
+    """The name of a module inside another, which may be the model itself."""
+    return f"{name}.{path}" if name else path
+
+
 def _print_tree(title: str, found: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.tree import Tree
@@ -110,7 +119,8 @@ def _print_tree(title: str, found: dict[str, Any]) -> None:
     tree = Tree(title)
     for layer in found["layers"]:
         _add(tree, layer)
-    console = Console(highlight=False)
+    # lines that are read by a program, or in a file, are not broken
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     console.print(tree)
     evolved, plain = found, {"parameters": found["plain_parameters"], "macs": found["plain_macs"]}
     console.print(f"in training: {_costs(evolved)} ({found['macs'] / max(found['plain_macs'], 1):.2f} x plain)")

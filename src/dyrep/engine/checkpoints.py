@@ -11,6 +11,7 @@ import io
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ def write(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Path:
         path: the file, replaced if it exists.
         state: tensors and plain data, nested.
 
+    Raises:
+        CheckpointError: there is something else in it, so that it could not be read again; nothing is written.
+
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -40,6 +44,13 @@ def write(path: str | os.PathLike[str], state: Mapping[str, Any]) -> Path:
     path = Path(path)
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        raise CheckpointError(
+            f"{path} cannot be written: a checkpoint is tensors and plain data, and this one would hold "
+            f"{', '.join(sorted(unsafe))}, which cannot be read without running code. Has the model extra state?"
+        )
     body = buffer.getbuffer()
     with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(b"%s %d %s %d\n" % (KIND, FORMAT, hashlib.sha256(body).hexdigest().encode(), len(body)))
@@ -60,18 +71,26 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror}") from error
     words = header.split()
-    if len(words) != 4 or words[0] != KIND or not words[1].isdigit() or not words[3].isdigit():
+    if not _is_header(words):
         raise CheckpointError(f"{path} is not a checkpoint of a dyrep run (it begins with {header[:24]!r})")
     if int(words[1]) > FORMAT:
         raise CheckpointError(
             f"{path} has format {int(words[1])}, and this version of dyrep reads up to {FORMAT}: update dyrep"
         )
-    if len(body) != int(words[3]):
-        raise CheckpointError(f"{path} is truncated: {len(body)} bytes of {int(words[3])}")
+    length = int(words[3])
+    if len(body) != length:
+        what = "truncated" if len(body) < length else "damaged"
+        raise CheckpointError(f"{path} is {what}: {len(body)} bytes of {length}")
     if hashlib.sha256(body).hexdigest().encode() != words[2]:
         raise CheckpointError(f"{path} is damaged: its content does not have the digest that was written with it")
-    state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
-    assert isinstance(state, dict)
+    try:
+        state = torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+    except Exception as error:  # the digest is right, so it was written like this
+        raise CheckpointError(
+            f"{path} holds other things than tensors and plain data, which could run code: it was not written by dyrep"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__} instead of the state of a run")
     return state
 
 
@@ -123,13 +142,21 @@ class CheckpointFolder:
         try:
             return read(last)
         except CheckpointError as error:
-            if not fallback:
+            if not fallback or not previous.exists():
                 remedy = "--fallback continues from the one before it" if previous.exists() else "there is no other"
                 raise CheckpointError(f"{error}. {remedy}; nothing has been changed") from error
-        state = read(previous)
-        if last.exists():
+            try:
+                state = read(previous)
+            except CheckpointError as second:
+                raise CheckpointError(f"{error}, and {second}; nothing has been changed") from error
+        with suppress(FileNotFoundError):  # it may be what is wrong, or another rank has been faster
             os.replace(last, _free_name(last))
         return state
+
+
+def _is_header(words: list[bytes]) -> bool:
+    """Whether these are the words a checkpoint begins with, of whatever format."""
+    return len(words) == 4 and words[0] == KIND and words[1].isdigit() and int(words[1]) > 0 and words[3].isdigit()
 
 
 def _is_damaged(path: Path) -> bool:
@@ -137,11 +164,13 @@ def _is_damaged(path: Path) -> bool:
     with open(path, "rb") as file:
         words = file.readline(256).split()
         begin = file.tell()
-    return len(words) != 4 or words[0] != KIND or path.stat().st_size - begin != int(words[3])
+    return not _is_header(words) or path.stat().st_size - begin != int(words[3])
 
 
 def _link(source: Path, target: Path) -> None:
     """Give a file a second name, atomically; where the file system has no links, copy it."""
+    if target.exists() and target.samefile(source):  # a process was killed right after this
+        return
     with replacing(target) as temporary:
         temporary.unlink()
         try:

@@ -15,6 +15,12 @@ class DivergedError(DyRepError, ArithmeticError):
 
 
 @torch.no_grad()
+def all_finite(model: nn.Module) -> bool:
+    """Whether every weight of a model is a finite number; waits for the device, once."""
+    return bool(torch.isfinite(torch.stack([p.detach().abs().max() for p in model.parameters() if p.numel()])).all())
+
+
+@torch.no_grad()
 def find_origin(model: nn.Module, images: Tensor) -> str:
     """Say in words which layer first made something that is not finite.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,10 +91,11 @@ class LineReporter(SilentReporter):
             self.message(describe(row, status))
 
 
-class BarReporter(SilentReporter):
-    """Progress bars on a terminal."""
+class BarReporter(LineReporter):
+    """Progress bars on a terminal, with the lines above them."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._progress = Progress(
@@ -119,10 +120,9 @@ class BarReporter(SilentReporter):
         self._progress.update(self._steps, completed=status.step, total=status.steps, about=now)
 
     def epoch(self, row: dict[str, Any], status: Status) -> None:
-        """Redraw the bars and, if there is a result, print it."""
-        self.status(status)
-        if any(key in row for key in ("val_accuracy", "test_accuracy")):
-            self.message(describe(row, status))
+        """Redraw the bars, and print a line if the last one is some time ago."""
+        self.status(replace(status, step=status.steps))
+        super().epoch(row, status)
 
     def close(self) -> None:
         """Leave the bars as they are."""

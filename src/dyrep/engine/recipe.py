@@ -174,6 +174,12 @@ class RunSettings:
     progress: bool | None = None
     stop_after: int | None = None
 
+    def __post_init__(self) -> None:
+        minutes, stop = self.checkpoint_minutes, self.stop_after
+        _require("checkpoint_minutes", minutes, "at least 0", minutes >= 0)
+        _require("workers", self.workers, "at least 0", self.workers is None or self.workers >= 0)
+        _require("stop_after", stop, "at least 1", stop is None or stop >= 1)
+
     def folder(self, recipe: Recipe) -> Path:
         """The folder of the run."""
         return self.out or Path("runs") / f"{recipe.name}-{recipe.method}-seed{recipe.seed}"

@@ -25,11 +25,11 @@ import torch
 from dyrep.engine.checkpoints import BEST, LAST, CheckpointFolder, read
 from dyrep.engine.recipe import Recipe
 from dyrep.errors import CheckpointError
-from dyrep.events import write_lines
+from dyrep.events import append_line, write_lines
 from dyrep.files import PARTIAL, replacing
 
 FORMAT = 1
-VERSIONED = ("dyrep", "torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn")
+VERSIONED = ("torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn")
 
 
 class RunDirectory:
@@ -77,14 +77,12 @@ class RunDirectory:
     def add_session(self, **about: Any) -> None:
         """Note that a process has started to work on this run."""
         line = json.dumps({"time": round(time.time(), 3), **about, "versions": versions(), "hardware": hardware()})
-        with open(self.path / "sessions.jsonl", "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        append_line(self.path / "sessions.jsonl", line)
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
         self.rows.append(row)
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_line(self.path / "metrics.jsonl", json.dumps(row))
 
     def restore_rows(self, rows: list[dict[str, Any]]) -> None:
         """Go back to these metrics; the file is replaced."""
@@ -131,7 +129,9 @@ class RunDirectory:
 
 def versions() -> dict[str, str]:
     """Versions of what a result depends on."""
-    found = {"python": platform.python_version()}
+    from dyrep import __version__
+
+    found = {"python": platform.python_version(), "dyrep": __version__}
     for name in VERSIONED:
         try:
             found[name] = importlib.metadata.version(name)

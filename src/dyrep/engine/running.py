@@ -59,13 +59,12 @@ def _train(
 ) -> dict[str, Any]:
     run = RunDirectory(settings.folder(recipe))
     resuming = _check_folder(run, settings)
-    if resuming and (run.path / SUMMARY).exists() and run.recipe() == recipe:
-        reporter.message(f"the run in {run.path} is complete; give another --out to train again")
-        return run.read_json(SUMMARY)
+    if resuming and (run.path / SUMMARY).exists():
+        summary = run.read_json(SUMMARY)
+        if Recipe.from_dict(summary["recipe"]) == recipe:
+            reporter.message(f"the run in {run.path} is complete; give another --out to train again")
+            return summary
     world.barrier()  # nobody writes before everybody has looked
-    if world.is_main:
-        run.path.mkdir(parents=True, exist_ok=True)
-        run.clean()
     trainer = Trainer(recipe, settings, world, run, reporter, stop)
     if resuming:
         trainer.resume()
@@ -74,6 +73,7 @@ def _train(
     elif world.is_main:
         run.create(recipe, _plain(settings))
     if world.is_main:
+        run.clean()
         run.add_session(
             processes=world.size,
             device=str(world.device),

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from dyrep.engine.averages import WeightAverage
 from dyrep.engine.data.loader import Loader
@@ -126,6 +128,8 @@ class TrainStep:
         logits = logits.float()
         loss = F.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
         self._diverged.copy_(torch.maximum(self._diverged, (~torch.isfinite(loss)).float()))
+        if isinstance(self._model, DistributedDataParallel):  # all ranks stop at the same step, or some wait for ever
+            dist.all_reduce(self._diverged, op=dist.ReduceOp.MAX)
         if self._device.type == "cpu" and self._diverged:
             return  # a step would carry it into all weights
         self._scaler.scale(loss).backward()
@@ -175,6 +179,7 @@ class TrainStep:
             self._graph_wanted = False
             self._graphs.clear()
             self._optimizer.zero_grad(set_to_none=True)
+            _end_capture_mode(self._device)
             reason = str(error).strip().splitlines()[0]
             self._message(f"the training step cannot be captured in a CUDA graph and runs eagerly: {reason}")
             return False
@@ -183,3 +188,9 @@ class TrainStep:
                 self.scorer.step = step
         self._graphs[scored] = graph
         return True
+
+
+def _end_capture_mode(device: torch.device) -> None:
+    """Capture nothing, successfully: a capture that failed leaves the random generator believing it goes on."""
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1, device=device)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dyrep.controller import DyRep
 from dyrep.engine.averages import WeightAverage
-from dyrep.engine.divergence import DivergedError, find_origin
+from dyrep.engine.divergence import DivergedError, all_finite, find_origin
 from dyrep.engine.evaluate import evaluate
 from dyrep.engine.progress import Curves, Reporter, Status
 from dyrep.engine.randomness import random_state, restore_random_state, seed_everything
@@ -97,7 +97,7 @@ class Trainer:
         self.average = None if recipe.ema is None else WeightAverage(self.model, recipe.ema)
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=self._precision == torch.float16)
         trained = self._wrapped()
-        self._log = EventLog(run.path / "events.jsonl")
+        self._log = EventLog()  # in memory until it is sure that this run goes on
         self.controller = self._make_controller(trained) if recipe.method == "dyrep" else None
         graph, reason = uses_graph(settings, world)
         if reason:
@@ -124,6 +124,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Train to the end; whether it was reached. If not, the run can be resumed."""
+        self._log.move_to(self.run.path / "events.jsonl")
         if self.settings.tensorboard and self.world.is_main:
             self._curves = Curves(self.run.path / "tensorboard", self.epoch)
         now = time.perf_counter()
@@ -165,7 +166,7 @@ class Trainer:
         return True
 
     def _finish_epoch(self) -> None:
-        self._check_health()
+        self._check_health(weights=True)
         totals = self._train_on.read()
         trained = time.perf_counter()
         sums = torch.tensor([totals.loss, totals.correct, totals.examples], dtype=torch.float64)
@@ -280,26 +281,31 @@ class Trainer:
         seconds = left * self.recipe.batch_size / max(rate, 1e-9)
         return Status(self.epoch, self.recipe.epochs, self.step, steps, loss, accuracy, rate, self._described, seconds)
 
-    def _check_health(self) -> None:
-        """Raise if the loss has become infinite or NaN, and say where that began."""
+    def _check_health(self, *, weights: bool = False) -> None:
+        """Raise if the loss, or on demand a weight, has become infinite or NaN, and say where that began."""
         totals = self._train_on.read()
-        if not totals.diverged:
+        # a bad gradient spoils the weights one step before the loss shows it, and must not reach a checkpoint
+        spoiled = weights and not all_finite(self.model)
+        if not totals.diverged and not spoiled:
             return
-        step = totals.steps
-        raw = next(iter(self.data.train.batches(self.epoch, step)))
-        images, _ = self.data.train.prepare(raw)
+        loader = self.data.train
+        images, _ = loader.prepare(next(iter(loader.batches(self.epoch, min(totals.steps, loader.steps - 1)))))
         mixed = self._precision != torch.float32
         self.model.train()
         with torch.autocast(self.world.device.type, self._precision) if mixed else nullcontext():
             origin = find_origin(self.model, images)
-        if self.run.checkpoints.exists:
-            kept = f"the last good checkpoint is kept in {self.run.path}"
+        if totals.diverged:
+            what = f"the loss is not finite at epoch {self.epoch + 1}, step {totals.steps + 1}"
         else:
-            kept = f"there is no checkpoint in {self.run.path} yet"
+            what = f"weights are not finite after epoch {self.epoch + 1}, step {totals.steps}"
+        lower = f"--lr {self.recipe.lr / 3:.2g}"
+        if self.run.checkpoints.exists:
+            kept = f"the last good checkpoint is kept in {self.run.path}; {lower} --change-settings continues from it"
+        else:
+            kept = f"there is no checkpoint in {self.run.path} yet; start again with {lower}"
         raise DivergedError(
-            f"the loss is not finite at epoch {self.epoch + 1}, step {step + 1}. It began with {origin}. {kept}. Try a "
-            f"lower learning rate (--lr {self.recipe.lr / 3:.2g} --change-settings goes on from the checkpoint), "
-            "--warmup-epochs in a new run, or --precision fp32"
+            f"{what}. It began with {origin}. Training has diverged: {kept}. --warmup-epochs, or --precision fp32, in "
+            "a new run may help too"
         )
 
     # -- checkpoints --------------------------------------------------------------------------------------------
@@ -309,13 +315,14 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; all ranks have to call this together."""
-        self._check_health()
+        self._check_health(weights=True)
         random = random_state(self.world)
         if self.world.is_main:
-            self.run.checkpoints.save({**self._state(), "random": random})
+            # first the best: if this process dies in between, the one that goes on writes it again
             if self.best is not None and self.best["epoch"] != self._saved_best:
                 self.run.checkpoints.save_best(self.best)
                 self._saved_best = self.best["epoch"]
+            self.run.checkpoints.save({**self._state(), "random": random})
         self._last_saved = time.perf_counter()
 
     def _state(self) -> dict[str, Any]:
@@ -359,25 +366,32 @@ class Trainer:
         state = self.run.checkpoints.load(fallback=self.settings.fallback)
         self._check_same_run(state)
         if self.controller is None or state["dyrep"] is None:
-            load_state_by_name_(self.optimizer, self.model, state["optimizer"])
+            saved = state["optimizer"] or state["dyrep"]["optimizer"]
+            load_state_by_name_(self.optimizer, self.model, saved)
         else:
             self.controller.load_state_dict(state["dyrep"])
         suit_device_(self.optimizer, self.world.device)
-        self.model.load_state_dict(state["model"])
+        try:
+            self.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
+            raise CheckpointError(f"the weights in {self.run.path} do not fit the model: {lines}") from error
         if self.average is not None:
             if state["average"] is None:
                 self.average.load_state_dict(state["model"])
             else:
                 self.average.load_state_dict(state["average"])
-        self._scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty if the precision was another one
+            self._scaler.load_state_dict(state["scaler"])
         self._train_on.load_state_dict(state["sums"])
         self.epoch, self.step, self._earlier_seconds = state["epoch"], state["step"], state["seconds"]
         self.best = state["best"]
-        self._log.restore(state["events"])
+        if state["events"]:  # none if the plain method has trained so far: what a controller has just logged stays
+            self._log.restore(state["events"])
         if self.world.is_main:
             self.run.restore_rows(state["rows"])
-        restore_random_state(state["random"], self.world)
         self._measure()
+        restore_random_state(state["random"], self.world)
 
     def _check_same_run(self, state: dict[str, Any]) -> None:
         saved = Recipe.from_dict(state["recipe"])

@@ -164,8 +164,9 @@ def _full_precision(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _without_tf32(switch: Any, newer: Any) -> Iterator[None]:
     """Switch TF32 off if it is on, through whichever of torch's two interfaces the user has not ruled out."""
+    off: bool | str = False
     try:
-        name, before, off = "allow_tf32", switch.allow_tf32, False
+        name, before = "allow_tf32", switch.allow_tf32
     except RuntimeError:  # the newer interface was used, and the older one refuses to answer since
         switch, name, before, off = newer, "fp32_precision", newer.fp32_precision, "ieee"
     if before != off:
