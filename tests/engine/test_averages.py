@@ -50,10 +50,7 @@ def test_the_average_starts_as_the_model_and_is_not_trained():
     assert all(ours[key].data_ptr() != theirs[key].data_ptr() for key in theirs)
 
 
-NOT_FOLLOWED = pytest.mark.xfail(strict=True, reason="follow_ leaves a new norm on the origin trainable and training")
-
-
-@pytest.mark.parametrize("origin_norm", ["none", pytest.param("calibrated", marks=NOT_FOLLOWED)])
+@pytest.mark.parametrize("origin_norm", ["none", "calibrated"])
 def test_the_average_follows_a_change_of_structure_and_then_goes_on_averaging(origin_norm):
     batches = make_batches()
     model = make_net()

@@ -34,6 +34,7 @@ def saved_place(stopped, out):
     found = re.search(
         r"^SIGTERM: saved at (epoch (\d+), step (\d+)) in (.*); the same command continues$", stopped.stdout, re.M
     )
+    assert found, stopped.stdout
     state = checkpoints.read(out / "last.ckpt")
     assert (state["epoch"] + 1, state["step"] + 1) == (int(found[2]), int(found[3]))
     assert found[4] == str(out)

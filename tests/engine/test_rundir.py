@@ -8,7 +8,7 @@ from engine_helpers import STEPS, assert_same, lines, make_trainer, picture, res
 
 import dyrep
 from dyrep.cli.main import main
-from dyrep.engine import checkpoints
+from dyrep.engine import checkpoints, rundir
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.running import load_run, train
@@ -278,3 +278,12 @@ def test_the_model_of_a_run_that_was_stopped_in_an_epoch_can_be_loaded(ema, tmp_
     best, state = load_run(tmp_path, "best")
     assert state["epoch"] == 1
     assert dyrep.structure(best)["blocks"] == {}
+
+
+def test_two_processes_do_not_work_on_one_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "_LOCK_SECONDS", 0)
+    with RunDirectory(tmp_path).locked():
+        with pytest.raises(CheckpointError, match=r"another process is working on the run in .*another --out"):
+            train(small_recipe(), settings(tmp_path))
+        assert list(tmp_path.iterdir()) == []
+    assert train(small_recipe(), settings(tmp_path))["fold_passed"]

@@ -62,7 +62,7 @@ def _train(words: list[str]) -> None:
     try:
         train(*parsed)
     except Stopped as stopped:
-        number = signal.SIGINT if stopped.reason == "Ctrl-C" else signal.Signals[stopped.reason]
+        number = signal.SIGINT if stopped.reason == "Ctrl-C" else signal.Signals[stopped.reason or "SIGTERM"]
         sys.exit(128 + number)
 
 

@@ -17,6 +17,8 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from dyrep.events import append_line, write_lines
 from dyrep.files import PARTIAL, replacing
 
 FORMAT = 1
+_LOCK_SECONDS = 8
 VERSIONED = ("torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn")
 
 
@@ -68,6 +71,34 @@ class RunDirectory:
                 f"{self.path / 'config.json'} has format {config.get('format')!r}, this version of dyrep reads {FORMAT}"
             )
         return Recipe.from_dict(config["recipe"])
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from working on the same run; a lock ends with its process, however that ends."""
+        try:
+            import fcntl
+        except ImportError:  # not on this system
+            yield
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            for attempt in range(_LOCK_SECONDS + 1):
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as error:  # perhaps by workers that have not yet noticed their parent's death
+                    if attempt == _LOCK_SECONDS:
+                        raise CheckpointError(
+                            f"another process is working on the run in {self.path}: wait for it, stop it, or give "
+                            "another --out"
+                        ) from error
+                    time.sleep(1)
+                except OSError:  # a file system without locks
+                    break
+            yield
+        finally:
+            os.close(handle)
 
     def clean(self) -> None:
         """Remove what a killed process left half written."""

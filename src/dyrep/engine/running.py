@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Stopped(BaseException):
     """A run that was asked to end has done so; it can be continued.
 
     Attributes:
-        reason: the signal that asked for it.
+        reason: the signal that asked for it; empty if another process received it.
     """
 
     def __init__(self, reason: str) -> None:
@@ -66,12 +67,18 @@ def _train(
             return summary
     world.barrier()  # nobody writes before everybody has looked
     trainer = Trainer(recipe, settings, world, run, reporter, stop)
-    if resuming:
-        trainer.resume()
-        place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
-        reporter.message(f"continuing the run in {run.path} at {place}")
-    elif world.is_main:
-        run.create(recipe, _plain(settings))
+    with run.locked() if world.is_main else nullcontext():
+        if resuming:
+            trainer.resume()
+            place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
+            reporter.message(f"continuing the run in {run.path} at {place}")
+        elif world.is_main:
+            run.create(recipe, _plain(settings))
+        return _carry_out(trainer, reporter, stop)
+
+
+def _carry_out(trainer: Trainer, reporter: Reporter, stop: StopRequest) -> dict[str, Any]:
+    run, world = trainer.run, trainer.world
     if world.is_main:
         run.clean()
         run.add_session(
@@ -79,20 +86,19 @@ def _train(
             device=str(world.device),
             epoch=trainer.epoch,
             step=trainer.step,
-            settings=_plain(settings),
+            settings=_plain(trainer.settings),
         )
     reporter.message(_introduction(trainer))
-    finished = trainer.train()
-    if stop and not finished:
-        reporter.message(
-            f"{stop.reason}: saved at epoch {trainer.epoch + 1}, step {trainer.step + 1} in {run.path}; the same "
-            "command continues"
-        )
-        raise Stopped(stop.reason)
-    if not finished:
-        reporter.message(f"stopped after epoch {trainer.epoch} of {recipe.epochs}; the same command continues")
+    if trainer.train():
+        return _finish(trainer, reporter)
+    if not trainer.stopped:
+        epochs = trainer.recipe.epochs
+        reporter.message(f"stopped after epoch {trainer.epoch} of {epochs}; the same command continues")
         return {}
-    return _finish(trainer, reporter)
+    reason = stop.reason or "a signal to another process"
+    place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
+    reporter.message(f"{reason}: saved at {place} in {run.path}; the same command continues")
+    raise Stopped(stop.reason)
 
 
 def _check_folder(run: RunDirectory, settings: RunSettings) -> bool:

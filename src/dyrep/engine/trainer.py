@@ -61,6 +61,7 @@ class Trainer:
         controller: evolves the model; None for the plain method.
         epoch: epochs completed.
         step: steps of the current epoch completed.
+        stopped: whether the run ended because somebody asked for it.
         best: the best model so far.
         size: parameters, multiply-adds and branches of the model as it is now.
     """
@@ -76,6 +77,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.settings, self.world, self.run = recipe, settings, world, run
         self.epoch = self.step = 0
+        self.stopped = False
         self.best: dict[str, Any] | None = None
         self._saved_best = -1
         self._reporter, self._stop = reporter, stop
@@ -133,12 +135,14 @@ class Trainer:
         while self.epoch < end:
             if not self._train_epoch():
                 self.save()
+                self.stopped = True
                 return False
             self._finish_epoch()
             due, stopped = self.world.any([self._save_is_due(), bool(self._stop)])
             if due or stopped or self.epoch == end:
                 self.save()
             if stopped and self.epoch < end:
+                self.stopped = True
                 return False
         if self._curves is not None:
             self._curves.close()

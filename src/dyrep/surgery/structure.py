@@ -122,7 +122,9 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
             attach_(ours, missing, copy.deepcopy(theirs.origin_norm))
         assert isinstance(ours, RepConv)
         _reorder_(ours, theirs.branches)
-        ours.branches.requires_grad_(ours.weight.requires_grad).train(ours.training)
+        for part in (ours.branches, ours.origin_norm):
+            if part is not None:
+                part.requires_grad_(ours.weight.requires_grad).train(ours.training)
     return copy_of_model
 
 
