@@ -117,7 +117,7 @@ def test_a_checkpoint_holds_everything_that_the_rest_of_the_run_depends_on(noisy
     assert [set(rank) for rank in state["random"]] == [{"torch", "cuda", "python", "numpy", "rest"}]
     assert state["dyrep"]["scorer"]["counts"].tolist() == [4, 0]
     assert state["dyrep"]["scorer"]["sums"].count_nonzero() > 0
-    loss, correct, examples, steps = state["sums"]["totals"].tolist()
+    loss, correct, examples, steps = state["sums"][0]["totals"].tolist()
     assert loss > 0
     assert 0 < correct <= examples == 4 * case.batch_size
     assert steps == 4

@@ -49,7 +49,8 @@ def find_origin(model: nn.Module, images: Tensor) -> str:
     def watch(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             if not found and not _finite(output) and _finite(inputs):
-                found.append(f"the output of layer {name!r} ({type(module).__name__}), from finite inputs and weights")
+                where = f"layer {name!r}" if name else "the model itself"
+                found.append(f"the output of {where} ({type(module).__name__}), from finite inputs and weights")
 
         return hook
 

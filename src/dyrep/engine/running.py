@@ -93,7 +93,7 @@ def _carry_out(trainer: Trainer, reporter: Reporter, stop: StopRequest) -> dict[
         return _finish(trainer, reporter)
     if not trainer.stopped:
         epochs = trainer.recipe.epochs
-        reporter.message(f"stopped after epoch {trainer.epoch} of {epochs}; the same command continues")
+        reporter.message(f"stopped after epoch {trainer.epoch} of {epochs}; without --stop-after the command continues")
         return {}
     reason = stop.reason or "a signal to another process"
     place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"

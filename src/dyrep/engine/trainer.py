@@ -321,12 +321,13 @@ class Trainer:
         """Write a checkpoint; all ranks have to call this together."""
         self._check_health(weights=True)
         random = random_state(self.world)
+        sums = [{"totals": own} for own in self.world.gather(self._train_on.state_dict()["totals"])]
         if self.world.is_main:
             # first the best: if this process dies in between, the one that goes on writes it again
             if self.best is not None and self.best["epoch"] != self._saved_best:
                 self.run.checkpoints.save_best(self.best)
                 self._saved_best = self.best["epoch"]
-            self.run.checkpoints.save({**self._state(), "random": random})
+            self.run.checkpoints.save({**self._state(), "random": random, "sums": sums})
         self._last_saved = time.perf_counter()
 
     def _state(self) -> dict[str, Any]:
@@ -342,7 +343,6 @@ class Trainer:
             "model": self.model.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
             "scaler": self._scaler.state_dict(),
-            "sums": self._train_on.state_dict(),
             "best": self.best,
             "rows": self.run.rows,
             "events": self._log.events,
@@ -387,7 +387,7 @@ class Trainer:
                 self.average.load_state_dict(state["average"])
         if state["scaler"]:  # empty if the precision was another one
             self._scaler.load_state_dict(state["scaler"])
-        self._train_on.load_state_dict(state["sums"])
+        self._train_on.load_state_dict(self._own_sums(state["sums"]))
         self.epoch, self.step, self._earlier_seconds = state["epoch"], state["step"], state["seconds"]
         self.best = state["best"]
         if state["events"]:  # none if the plain method has trained so far: what a controller has just logged stays
@@ -396,6 +396,15 @@ class Trainer:
             self.run.restore_rows(state["rows"])
         self._measure()
         restore_random_state(state["random"], self.world)
+
+    def _own_sums(self, saved: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """This rank's part of the sums of an epoch; if there were more or fewer ranks, the main one takes over all."""
+        if len(saved) == self.world.size:
+            return saved[self.world.rank]
+        totals = torch.stack([sums["totals"] for sums in saved])
+        own = totals.sum(0) if self.world.is_main else torch.zeros_like(totals[0])
+        own[3] = totals[0, 3]  # steps are counted by every rank
+        return {"totals": own}
 
     def _check_same_run(self, state: dict[str, Any]) -> None:
         saved = Recipe.from_dict(state["recipe"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dyrep.errors import ConfigError, DyRepError
 
-_SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe", "gloo", "peer", "timed out")
+_SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe", "gloo", "by peer", "timed out")
 
 
 class LostRankError(DyRepError, RuntimeError):

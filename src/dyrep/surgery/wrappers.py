@@ -82,7 +82,8 @@ def rewrap_ddp_(wrapper: DistributedDataParallel) -> None:
         "mixed_precision": getattr(wrapper, "mixed_precision", None),
     }
     accepted = inspect.signature(DistributedDataParallel.__init__).parameters
-    settings = {name: value for name, value in known.items() if name in accepted}
+    # torch warns about some that are given at all, so those at their default are not
+    settings = {name: value for name, value in known.items() if name in accepted and value != accepted[name].default}
     module, before = wrapper.module, dict(wrapper.__dict__)
     wrapper.__dict__.clear()
     wrapper.__init__(module, **settings)  # type: ignore[misc]
