@@ -13,9 +13,9 @@ import pytest
 import torch
 import torchvision
 from PIL import Image
+from sklearn.datasets import load_digits
 from torchvision.transforms import v2
 
-from dyrep import demo
 from dyrep.engine.data import (
     DataError,
     ImageArrays,
@@ -91,12 +91,15 @@ class Planted:
 # --------------------------------------------------------------------------------------------- digits
 
 
-def test_digits_are_those_of_the_demo_up_to_rounding():
-    source = read_digits()
-    for ours, theirs in zip((source.train, source.test), demo.digits(), strict=True):
-        values = (ours.images / 255 - source.mean[0]) / source.std[0]
-        assert (values - theirs.tensors[0]).abs().max() <= 1 / 255 + 1e-6
-        assert torch.equal(ours.labels, theirs.tensors[1])
+def test_digits_are_those_of_scikit_learn_up_to_rounding_each_once():
+    source, given = read_digits(), load_digits()
+    order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
+    splits = (source.train, order[:1437]), (source.test, order[1437:])
+    for split, chosen in splits:
+        assert split.images.shape == (len(chosen), 1, 8, 8)
+        theirs = torch.tensor(given.images)[chosen]
+        assert (split.images[:, 0] / 255 * 16 - theirs).abs().max() <= 16 / 255 / 2 + 1e-6
+        assert torch.equal(split.labels, torch.tensor(given.target)[chosen])
     assert source.classes == tuple("0123456789")
 
 
