@@ -12,13 +12,12 @@ from dyrep.engine.setup import (
     make_data,
     make_model,
     make_optimizer,
-    make_precision,
     suit_device_,
     uses_channels_last,
     uses_graph,
 )
 from dyrep.engine.world import World
-from dyrep.errors import CheckpointError, ConfigError
+from dyrep.errors import CheckpointError
 from dyrep.models import small_vgg
 
 CPU = torch.device("cpu")
@@ -26,18 +25,6 @@ CPU = torch.device("cpu")
 
 def plain(**values):
     return Recipe(method="origin", **values)
-
-
-@pytest.mark.parametrize(
-    ("precision", "expected"), [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
-)
-def test_the_precision_on_a_cpu(precision, expected):
-    assert make_precision(plain(precision=precision), CPU) == expected
-
-
-def test_half_precision_needs_a_gpu():
-    with pytest.raises(ConfigError, match="precision='fp16' needs a GPU; on a CPU use fp32 or bf16"):
-        make_precision(plain(precision="fp16"), CPU)
 
 
 def test_data_is_divided_among_the_ranks():

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from dyrep.engine.data.loader import Loader
+from dyrep.engine.precision import computing_in
 from dyrep.engine.world import World
 
 
@@ -25,10 +24,9 @@ def evaluate(model: nn.Module, loader: Loader, world: World, precision: torch.dt
     training = model.training
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=world.device)
-    mixed = precision != torch.float32
     for raw in loader.batches(0):
         images, labels = loader.prepare(raw)
-        with torch.autocast(world.device.type, precision) if mixed else nullcontext():
+        with computing_in(precision, world.device):
             logits = model(images)
         logits = logits.float()
         sums[0] += F.cross_entropy(logits, labels, reduction="sum")

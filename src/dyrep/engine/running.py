@@ -14,11 +14,13 @@ from dyrep.checkpoint import save
 from dyrep.engine.progress import Reporter, duration, make_reporter
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.rundir import RunDirectory, hardware
+from dyrep.engine.setup import make_model
 from dyrep.engine.signals import StopRequest, stop_request
 from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World, joined_world
 from dyrep.errors import CheckpointError
 from dyrep.surgery.folding import deploy, verify
+from dyrep.surgery.structure import restructure_
 
 PLAIN = "plain.safetensors"
 SUMMARY = "summary.json"
@@ -190,9 +192,6 @@ def load_run(path: Path, which: str = "last") -> tuple[nn.Module, dict[str, Any]
     Returns:
         The model, and the state it was made from (recipe, structure, epoch, shape of the data).
     """
-    from dyrep.engine.setup import make_model
-    from dyrep.surgery.structure import restructure_
-
     state = RunDirectory(path).model_state(which)
     recipe = dataclasses.replace(Recipe.from_dict(state["recipe"]), weights=None)
     model = make_model(recipe, classes=len(state["classes"]), channels=state["channels"])

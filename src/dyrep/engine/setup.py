@@ -14,24 +14,7 @@ from dyrep import models
 from dyrep.engine.data import Augmentation, Data, open_data
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.world import World
-from dyrep.errors import CheckpointError, ConfigError
-
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def make_precision(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """The dtype of convolutions and products on a device.
-
-    Example:
-        >>> make_precision(Recipe(precision="auto"), torch.device("cpu"))
-        torch.float32
-    """
-    if recipe.precision == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if fast else torch.float32
-    if recipe.precision == "fp16" and device.type == "cpu":
-        raise ConfigError("precision='fp16' needs a GPU; on a CPU use fp32 or bf16")
-    return _PRECISIONS[recipe.precision]
+from dyrep.errors import CheckpointError
 
 
 def make_data(recipe: Recipe, settings: RunSettings, world: World) -> Data:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dyrep.engine.averages import WeightAverage
-from dyrep.engine.data.loader import Loader
-from dyrep.errors import DyRepError
+from dyrep.engine.data.loader import Loader, Raw
+from dyrep.engine.precision import computing_in
 from dyrep.scoring import StepScorer
 
-Raw = tuple[Tensor, ...]
 WARMUP_STEPS = 3
 """Steps that are run eagerly before a graph is captured: libraries choose algorithms, lazy state is created."""
 
@@ -122,8 +120,7 @@ class TrainStep:
     def _run(self, raw: Raw) -> None:
         images, labels = self._loader.prepare(raw)
         self._optimizer.zero_grad(set_to_none=True)
-        mixed = self._precision != torch.float32
-        with torch.autocast(self._device.type, self._precision) if mixed else nullcontext():
+        with computing_in(self._precision, self._device):
             logits = self._model(images)
         logits = logits.float()
         loss = F.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
@@ -173,8 +170,6 @@ class TrainStep:
         try:
             with torch.cuda.graph(graph, pool=pool):
                 self._run(self._inputs)
-        except DyRepError:
-            raise
         except RuntimeError as error:
             self._graph_wanted = False
             self._graphs.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from dyrep.controller import DyRep
 from dyrep.engine.averages import WeightAverage
 from dyrep.engine.divergence import DivergedError, all_finite, find_origin
 from dyrep.engine.evaluate import evaluate
+from dyrep.engine.precision import computing_in, make_precision
 from dyrep.engine.progress import Curves, Reporter, Status
 from dyrep.engine.randomness import random_state, restore_random_state, seed_everything
 from dyrep.engine.recipe import Recipe, RunSettings
@@ -25,13 +25,12 @@ from dyrep.engine.setup import (
     make_data,
     make_model,
     make_optimizer,
-    make_precision,
     suit_device_,
     uses_channels_last,
     uses_graph,
 )
 from dyrep.engine.signals import StopRequest
-from dyrep.engine.step import TrainStep
+from dyrep.engine.step import Totals, TrainStep
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
@@ -159,7 +158,7 @@ class Trainer:
             self._train_on(raw)
             self.step += 1
             if self.controller is not None and self.recipe.dyrep.unit == "step":
-                self._follow(self._evolve(after_epoch=False))
+                self._announce(self._evolve(after_epoch=False))
             self._look_now_and_then()
             if self.step < loader.steps and (self.world.size == 1 or self.step % AGREE_STEPS == 0):
                 due, stopped = self.world.any([self._save_is_due(), bool(self._stop)])
@@ -170,8 +169,7 @@ class Trainer:
         return True
 
     def _finish_epoch(self) -> None:
-        self._check_health(weights=True)
-        totals = self._train_on.read()
+        totals = self._healthy_totals(weights=True)
         trained = time.perf_counter()
         sums = torch.tensor([totals.loss, totals.correct, totals.examples], dtype=torch.float64)
         loss, correct, examples = self.world.sum(sums.to(self.world.device)).tolist()
@@ -199,7 +197,7 @@ class Trainer:
             if self._curves is not None:
                 self._curves.add(row)
         self._reporter.epoch(row, self._status(row["train_loss"], row["train_accuracy"], rate))
-        self._follow(edits)
+        self._announce(edits)
 
     def _evaluate(self) -> dict[str, float]:
         """Metrics on the held-out split, or on the test set if there is none; both belong to the last epoch."""
@@ -209,7 +207,9 @@ class Trainer:
         split = "test" if self.data.val is None else "val"
         found = self.score(split)
         if self.best is None or found["accuracy"] > self.best["accuracy"]:
-            self.best = {**self._portable(), "epoch": epoch, "split": split, "accuracy": found["accuracy"]}
+            weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
+            place = {"epoch": epoch, "split": split, "accuracy": found["accuracy"]}
+            self.best = {**self._description(), **place, "model": weights}
         return {f"{split}_loss": found["loss"], f"{split}_accuracy": found["accuracy"]}
 
     def score(self, split: str, model: nn.Module | None = None) -> dict[str, float]:
@@ -241,15 +241,15 @@ class Trainer:
         """Let the controller update the structure if that is due, in the precision the model trains in."""
         assert self.controller is not None
         call = self.controller.epoch_end if after_epoch else self.controller.step_end
-        mixed = self._precision != torch.float32
-        with torch.autocast(self.world.device.type, self._precision) if mixed else nullcontext():
-            before = self.controller.updates
+        before = self.controller.updates
+        with computing_in(self._precision, self.world.device):
             edits = call(self.data.train.calibration(self.epoch))
         if self.controller.updates > before:  # scores start over in new tensors, so graphs are stale in any case
             self._train_on.recapture()
         return edits
 
-    def _follow(self, edits: list[Edit]) -> None:
+    def _announce(self, edits: list[Edit]) -> None:
+        """Tell of edits, and of what the structure costs after them."""
         if edits:
             self._measure()
         for edit in edits:
@@ -272,8 +272,7 @@ class Trainer:
         now = time.perf_counter()
         if now - self._last_looked < 1:
             return
-        self._check_health()
-        totals = self._train_on.read()
+        totals = self._healthy_totals()
         count = max(totals.examples, 1)
         rate = (totals.examples - self._examples_at_start) * self.world.size / (now - self._began_epoch)
         self._reporter.status(self._status(totals.loss / count, 100 * totals.correct / count, rate))
@@ -285,18 +284,17 @@ class Trainer:
         seconds = left * self.recipe.batch_size / max(rate, 1e-9)
         return Status(self.epoch, self.recipe.epochs, self.step, steps, loss, accuracy, rate, self._described, seconds)
 
-    def _check_health(self, *, weights: bool = False) -> None:
-        """Raise if the loss, or on demand a weight, has become infinite or NaN, and say where that began."""
+    def _healthy_totals(self, *, weights: bool = False) -> Totals:
+        """The sums so far; raise if the loss, or on demand a weight, is infinite or NaN, and say where that began."""
         totals = self._train_on.read()
         # a bad gradient spoils the weights one step before the loss shows it, and must not reach a checkpoint
         spoiled = weights and not all_finite(self.model)
         if not totals.diverged and not spoiled:
-            return
+            return totals
         loader = self.data.train
         images, _ = loader.prepare(next(iter(loader.batches(self.epoch, min(totals.steps, loader.steps - 1)))))
-        mixed = self._precision != torch.float32
         self.model.train()
-        with torch.autocast(self.world.device.type, self._precision) if mixed else nullcontext():
+        with computing_in(self._precision, self.world.device):
             origin = find_origin(self.model, images)
         if totals.diverged:
             what = f"the loss is not finite at epoch {self.epoch + 1}, step {totals.steps + 1}"
@@ -319,7 +317,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint; all ranks have to call this together."""
-        self._check_health(weights=True)
+        self._healthy_totals(weights=True)
         random = random_state(self.world)
         sums = [{"totals": own} for own in self.world.gather(self._train_on.state_dict()["totals"])]
         if self.world.is_main:
@@ -333,7 +331,7 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         controller = self.controller
         return {
-            **self._portable(),
+            **self._description(),
             "world": self.world.size,
             "epoch": self.epoch,
             "step": self.step,
@@ -348,16 +346,14 @@ class Trainer:
             "events": self._log.events,
         }
 
-    def _portable(self) -> dict[str, Any]:
-        """What it takes to rebuild the model that counts, as it is now."""
-        weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
+    def _description(self) -> dict[str, Any]:
+        """What it takes, besides weights, to rebuild the model as it is now."""
         return {
             "recipe": self.recipe.to_dict(),
             "classes": list(self.data.classes),
             "channels": self.data.channels,
             "size": self.data.size,
             "structure": structure(self.model),
-            "model": weights,
         }
 
     def resume(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import os
@@ -15,42 +16,15 @@ from torch import nn
 
 from dyrep.errors import ConfigError
 from dyrep.models.mobilenet import mobilenet_v1
-from dyrep.models.repvgg import (
-    repvgg_a0,
-    repvgg_a1,
-    repvgg_a2,
-    repvgg_b0,
-    repvgg_b1,
-    repvgg_b1g2,
-    repvgg_b1g4,
-    repvgg_b2,
-    repvgg_b2g2,
-    repvgg_b2g4,
-    repvgg_b3,
-    repvgg_b3g2,
-    repvgg_b3g4,
-)
+from dyrep.models.repvgg import NAMES, repvgg
 from dyrep.models.vgg import small_vgg, vgg16
 
-_FUNCTIONS: tuple[Callable[..., nn.Module], ...] = (
-    small_vgg,
-    vgg16,
-    mobilenet_v1,
-    repvgg_a0,
-    repvgg_a1,
-    repvgg_a2,
-    repvgg_b0,
-    repvgg_b1,
-    repvgg_b1g2,
-    repvgg_b1g4,
-    repvgg_b2,
-    repvgg_b2g2,
-    repvgg_b2g4,
-    repvgg_b3,
-    repvgg_b3g2,
-    repvgg_b3g4,
-)
-_OURS = {function.__name__: function for function in _FUNCTIONS}
+_OURS: dict[str, Callable[..., nn.Module]] = {
+    "small_vgg": small_vgg,
+    "vgg16": vgg16,
+    "mobilenet_v1": mobilenet_v1,
+    **{f"repvgg_{name}": functools.partial(repvgg, name) for name in NAMES},
+}
 _TORCHVISIONS = ("resnet18", "resnet34", "resnet50")
 
 

@@ -24,7 +24,7 @@ _WIDTHS = {
     "b2": (2.5, 5.0),
     "b3": (3.0, 5.0),
 }
-_NAMES = (*_WIDTHS, *(f"{size}g{groups}" for size in ("b1", "b2", "b3") for groups in (2, 4)))
+NAMES = (*_WIDTHS, *(f"{size}g{groups}" for size in ("b1", "b2", "b3") for groups in (2, 4)))
 _TIMM_KEY = re.compile(r"(?:stem|stages\.(\d+)\.(\d+))\.reparam_conv\.(weight|bias)")
 
 
@@ -50,8 +50,8 @@ def repvgg(name: str, num_classes: int = 1000, in_channels: int = 3, form: Form 
         >>> model.conv21
         Conv2d(192, 1280, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), bias=False)
     """
-    if name not in _NAMES:
-        raise ConfigError(f"there is no RepVGG {name!r}; use one of {', '.join(_NAMES)}")
+    if name not in NAMES:
+        raise ConfigError(f"there is no RepVGG {name!r}; use one of {', '.join(NAMES)}")
     if form not in ("norm", "bias"):
         raise ConfigError(f"form={form!r} is not a form of RepVGG; use 'norm' to train or 'bias' as deployed")
     early, last = _WIDTHS[name[:2]]

@@ -1,0 +1,65 @@
+"""Examples that are held out of a split."""
+
+import pytest
+import torch
+
+from dyrep.engine.data import (
+    DataError,
+    ImageArrays,
+    ImageFiles,
+    hold_out,
+)
+
+
+def numbered(labels):
+    """A split whose first pixels say which example it is."""
+    labels = torch.as_tensor(labels)
+    return ImageArrays(torch.arange(len(labels), dtype=torch.uint8).reshape(-1, 1, 1, 1), labels)
+
+
+def test_examples_are_held_out_of_every_class_alike():
+    split = numbered([0, 1, 2] * 30)
+    train, val = hold_out(split, 31)
+    assert sorted(torch.bincount(val.labels).tolist()) == [10, 10, 11]
+    both = torch.cat([train.images, val.images]).flatten()
+    assert both.sort().values.tolist() == list(range(90))
+    for part in (train, val):
+        index = part.images.flatten().long()
+        assert torch.equal(index, index.sort().values)
+        assert torch.equal(part.labels, split.labels[index])
+
+
+def test_unequal_classes_are_held_out_in_proportion():
+    train, val = hold_out(numbered([0] * 60 + [1] * 30 + [3] * 10), 10)
+    assert torch.bincount(val.labels).tolist() == [6, 3, 0, 1]
+    assert torch.bincount(train.labels).tolist() == [54, 27, 0, 9]
+
+
+def test_what_is_held_out_depends_on_its_own_seed_alone():
+    split = numbered([0, 1] * 50)
+    torch.manual_seed(1)
+    first = hold_out(split, 20)[1].images
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    assert torch.equal(hold_out(split, 20)[1].images, first)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(hold_out(split, 20, seed=1)[1].images, first)
+
+
+def test_files_and_arrays_are_held_out_alike():
+    labels = torch.arange(40) % 4
+    files = ImageFiles(tuple(str(index) for index in range(40)), labels)
+    for ours, theirs in zip(hold_out(files, 8), hold_out(numbered(labels), 8), strict=True):
+        assert [int(path) for path in ours.paths] == theirs.images.flatten().tolist()
+        assert torch.equal(ours.labels, theirs.labels)
+
+
+@pytest.mark.parametrize("count", [-1, 0, 40, 41])
+def test_impossible_numbers_to_hold_out_are_refused(count):
+    with pytest.raises(DataError, match=f"cannot hold out {count} of 40 examples: give a number from 1 to 39"):
+        hold_out(numbered([0, 1] * 20), count)
+
+
+def test_no_class_is_held_out_entirely():
+    with pytest.raises(DataError, match="class 1, which has 1, would be left without any"):
+        hold_out(numbered([0] * 9 + [1]), 9)
