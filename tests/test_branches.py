@@ -300,8 +300,11 @@ def test_branches_worth_adding(conv, expected):
     ("conv", "shown"), [(nn.Conv2d(2, 2, 1), "1x1"), (nn.Conv1d(2, 4, 1, stride=2), "1"), (nn.Conv3d(2, 2, 1), "1x1x1")]
 )
 def test_a_pointwise_kernel_can_have_no_branch(conv, shown):
-    expected = BranchOption(False, reason=f"the kernel is {shown}: a branch could only repeat it")
-    assert options(conv) == dict.fromkeys(BRANCHES, expected)
+    reason = f"the kernel is {shown}: a branch could only repeat it"
+    expected = dict.fromkeys(BRANCHES, BranchOption(False, reason=reason))
+    if conv.in_channels == conv.out_channels and set(conv.stride) == {1}:  # only where it is asked for
+        expected["residual"] = BranchOption(duplicate=True, reason=reason)
+    assert options(conv) == expected
 
 
 @pytest.mark.parametrize(
@@ -369,7 +372,10 @@ def test_the_collapsed_duplicate_really_has_the_size_of_its_twin():
 def test_an_unknown_branch_is_refused_with_the_valid_ones():
     with pytest.raises(BranchError) as caught:
         make_branch("3x3", ConvGeometry.of(nn.Conv2d(2, 2, 3)), shift=True)
-    assert str(caught.value) == "unknown branch '3x3'; valid are 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1, residual"
+    assert str(caught.value) == (
+        "unknown branch '3x3'; valid are 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1, residual, 1x1-DCT, DW-1x1, and KxK-2, "
+        "KxK-3 ... for copies of the origin"
+    )
 
 
 def test_a_pointwise_convolution_is_refused_with_the_reason():

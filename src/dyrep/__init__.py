@@ -8,6 +8,7 @@ from dyrep.config import DyRepConfig
 from dyrep.controller import DyRep
 from dyrep.errors import DyRepError
 from dyrep.events import read_events
+from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_
 from dyrep.norm import sync_norms_
 from dyrep.scoring import SCORES
 from dyrep.surgery.costs import Costs, costs
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BRANCHES",
+    "METHODS",
     "SCORES",
     "Costs",
     "DyRep",
@@ -30,8 +32,11 @@ __all__ = [
     "RepConv1d",
     "RepConv2d",
     "RepConv3d",
+    "RepNAS",
+    "RepNASConfig",
     "Target",
     "algebra",
+    "convert_",
     "costs",
     "cut_",
     "deploy",

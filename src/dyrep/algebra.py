@@ -204,6 +204,32 @@ def identity_kernel(
     return pad_kernel(eye.reshape(*eye.shape, *(1 for _ in size)), size, tap)
 
 
+def cosine_filters(
+    channels: int, size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Tensor:
+    """One cosine wave per channel, shape ``(channels, *size)``: along the first dimension for the first channels.
+
+    Channels are shared out between the dimensions, in order. Along a dimension of size K the i-th of its channels
+    (from 1) holds cos(π (k + ½) i / K) at position k.
+
+    Example:
+        >>> cosine_filters(2, (2, 2))
+        tensor([[[ 0.7071,  0.7071],
+                 [-0.7071, -0.7071]],
+        <BLANKLINE>
+                [[ 0.7071, -0.7071],
+                 [ 0.7071, -0.7071]]])
+    """
+    share = math.ceil(channels / len(size))
+    waves = torch.empty(channels, *size, dtype=torch.float64)
+    for channel in range(channels):
+        dim, index = divmod(channel, share)
+        positions = torch.arange(size[dim], dtype=torch.float64) + 0.5
+        wave = torch.cos(math.pi * positions * (index + 1) / size[dim])
+        waves[channel] = wave.reshape(-1, *(1 for _ in size[dim + 1 :])).expand(*size)
+    return waves.to(dtype=torch.get_default_dtype() if dtype is None else dtype, device=device)
+
+
 def add(*pairs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
     """Sum parallel convolutions of equal shape, given as ``(kernel, bias)``; a missing bias counts as zero.
 

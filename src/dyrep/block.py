@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dyrep import algebra
-from dyrep.branches import BRANCHES, Branch, make_branch
-from dyrep.errors import IneligibleLayerError
+from dyrep.branches import Branch, is_branch, make_branch
+from dyrep.errors import BranchError, IneligibleLayerError, StructureError
 from dyrep.geometry import ConvGeometry, ConvNd
 from dyrep.norm import BranchNorm, sync_norms_
+from dyrep.passing import PassedNorm, step_aside_, step_back_
+from dyrep.scaling import GatedNorm, Scaling, make_scaling
 
 if TYPE_CHECKING:
     _Base = nn.Conv2d
@@ -34,17 +36,20 @@ class RepConv(_Base):
 
     Attributes:
         branches: the branches grown so far, by name.
-        origin_norm: a norm on the original kernel, or None.
+        origin_norm: a norm (or a scale) on the original kernel, or None.
+        origin_off: whether the original kernel is left out, as a search may decide; it is zero then.
         geometry: the convolution's hyper-parameters, resolved.
         prepared: whether loading a state dict grows and sheds branches as the file says, see `dyrep.prepare_`.
         norm_group: process group, in a tuple, that norms of branches grown that way synchronise in.
     """
 
     branches: nn.ModuleDict
-    origin_norm: BranchNorm | None
+    origin_norm: Scaling | None
     geometry: ConvGeometry
+    origin_off: bool = False
     prepared: bool = False
     norm_group: tuple[Any] | None = None
+    _passed: tuple[PassedNorm] | None = None  # in a tuple, so that it is not a child of two modules
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,18 +64,62 @@ class RepConv(_Base):
         """The convolution plus all branches."""
         if not self.branches and self.origin_norm is None:
             return super().forward(input)
+        if self.is_linear:
+            return self._conv_forward(input, *self.folded())
         unbatched = input.dim() == self.weight.dim() - 1
         x = self.geometry.branch_input(input)
+        outputs = [branch(x) for branch in self.branches.values()]
+        if not self.origin_off:
+            outputs.insert(0, self._origin(x))
+        y = outputs[0]
+        for other in outputs[1:]:
+            y = y + other.to(y.dtype)  # under autocast a residual is wider than a convolution
+        return y.squeeze(0) if unbatched else y
+
+    def _origin(self, x: Tensor) -> Tensor:
         if self.geometry.needs_prepadding:
             conv = (F.conv1d, F.conv2d, F.conv3d)[self.geometry.ndim - 1]
             y = conv(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
         else:
             y = self._conv_forward(x, self.weight, self.bias)
-        if self.origin_norm is not None:
-            y = self.origin_norm(y)
-        for branch in self.branches.values():
-            y = y + branch(x).to(y.dtype)  # under autocast a residual is wider than a convolution
-        return y.squeeze(0) if unbatched else y
+        return y if self.origin_norm is None else self.origin_norm(y)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether no branch normalises, so that the whole block is one convolution in training too."""
+        norms = [branch.norm for branch in self.branch_modules().values()]
+        return not any(norm is not None and norm.normalises for norm in [self.origin_norm, *norms])
+
+    @property
+    def passed_norm(self) -> PassedNorm | None:
+        """The batch norm after this block that it has taken the place of, if it has."""
+        return None if self._passed is None else self._passed[0]
+
+    @property
+    def has_shift(self) -> bool:
+        """Whether norms in this block have a mean and a β: there has to be something that can take them over."""
+        return self.bias is not None or self._passed is not None
+
+    def replace_norm_(self, norm: nn.Module) -> None:
+        """Take the place of the batch norm that follows; its running statistics stay with it."""
+        self._passed = (step_aside_(norm),)
+
+    @torch.no_grad()
+    def switch_origin_off_(self) -> None:
+        """Leave the original kernel out from now on; only the branches are left."""
+        self.weight.zero_()
+        self.weight.requires_grad_(False)
+        if self.bias is not None:
+            self.bias.zero_()
+            self.bias.requires_grad_(False)
+        self.origin_norm = None
+        self.origin_off = True
+
+    def _switch_origin_on_(self) -> None:
+        if self.origin_off:
+            for parameter in self.parameters(recurse=False):
+                parameter.requires_grad_(True)
+            self.origin_off = False
 
     def origin_folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Kernel and bias of the origin alone, its norm included, as in eval mode."""
@@ -99,7 +148,17 @@ class RepConv(_Base):
             scale = norm["gamma"] * torch.rsqrt(norm["var"] + norm["eps"])
             self.origin_norm.make_identity_(scale.abs() < _UNDOABLE_SCALE)
             norm = self.origin_norm.fold_arguments(kernel.dtype)
+            if self.bias is None and bias is not None:  # then β takes what the convolution cannot
+                scale = norm["gamma"] * torch.rsqrt(norm["var"] + norm["eps"])
+                cast(Tensor, self.origin_norm.bias).copy_(bias + scale * norm["mean"])
+                bias = norm["beta"] = norm["mean"] = None
             kernel, bias = algebra.unfuse_norm(kernel, bias, **norm)
+        elif self.bias is None and bias is not None:
+            raise BranchError(
+                "the convolution has neither a bias nor a norm that could absorb a branch's shift: cut all its "
+                "branches at once, or none"
+            )
+        self._switch_origin_on_()
         self.weight.copy_(kernel)
         if self.bias is not None and bias is not None:
             self.bias.copy_(bias)
@@ -120,6 +179,8 @@ class RepConv(_Base):
     def fuse(self) -> ConvNd:
         """The plain convolution with the same function, as a new module; this one stays as it is.
 
+        Where the block has taken the place of a norm too, the new convolution has a bias.
+
         Example:
             >>> block = as_block_(nn.Conv2d(4, 4, 3, padding=1))
             >>> type(block.fuse())
@@ -134,6 +195,9 @@ class RepConv(_Base):
                 fresh = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
                 plain._parameters[name] = fresh
         kernel, bias = self.folded(algebra.exact_dtype(self.weight))
+        plain._passed = None
+        if self.bias is None and bias is not None:
+            plain.register_parameter("bias", nn.Parameter(self.weight.new_empty(bias.shape)))
         return _write_plain_(plain, kernel, bias)
 
     def prepare_(self, norm_group: tuple[Any] | None = None) -> RepConv:
@@ -152,22 +216,34 @@ class RepConv(_Base):
 
     def _take_on_structure_(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         start = prefix + "branches."
+        self._check_shift(state_dict, prefix)
         found = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
         kept = {name: branch for name, branch in self.branch_modules().items() if name in found}
+        scaling = _scaling_in(state_dict, prefix)
         for name in found:
             point = state_dict.get(f"{start}{name}.point.weight")
             width = 1 if name != "1x1-KxK" or point is None else max(point.shape[0] // self.in_channels, 1)
-            if name in BRANCHES:  # anything else is left for torch to report as unexpected
-                if name not in kept or kept[name].width != width:
-                    kept[name] = branch_for(self, name, width=width, generator=torch.Generator())
+            if is_branch(name):  # anything else is left for torch to report as unexpected
+                if name not in kept or (kept[name].width, kept[name].norm.kind) != (width, scaling):
+                    kept[name] = branch_for(self, name, width=width, scaling=scaling, generator=torch.Generator())
                 self._prepare_below_(kept[name])
         order = self.branches if self.branches.keys() == kept.keys() else found  # a file may be sorted by name
         self.set_branches_({name: kept[name] for name in order if name in kept})
         if not any(key.startswith(prefix + "origin_norm.") for key in state_dict):
             self.origin_norm = None
-        elif self.origin_norm is None:
-            self.origin_norm = origin_norm_for(self)
+        elif self.origin_norm is None or self.origin_norm.kind != scaling:
+            self.origin_norm = origin_scaling_for(self, scaling)
             self._prepare_below_(self.origin_norm)
+
+    def _check_shift(self, state_dict: Mapping[str, Any], prefix: str) -> None:
+        parts = (prefix + "branches.", prefix + "origin_norm.")
+        shifts = any(key.startswith(parts) and key.endswith("norm.bias") for key in state_dict)
+        if shifts and not self.has_shift:
+            raise StructureError(
+                f"layer {prefix.removesuffix('.')!r}: in this state dict the block replaces the norm after the "
+                "convolution too, and a state dict does not say which one that is: load it with dyrep.load, or give "
+                "the model its structure with dyrep.restructure_ first"
+            )
 
     def _prepare_below_(self, module: nn.Module) -> None:
         """Make the convolutions inside a branch able to grow by loading in turn."""
@@ -208,16 +284,23 @@ _PLAIN_OF: dict[type, type] = {block: plain for plain, block in _BLOCK_OF.items(
 
 
 def branch_for(
-    conv: nn.Module, name: str, *, gamma: float = 0.01, width: int = 1, generator: torch.Generator | None = None
+    conv: nn.Module,
+    name: str,
+    *,
+    gamma: float = 0.01,
+    width: int = 1,
+    scaling: str = "norm",
+    generator: torch.Generator | None = None,
 ) -> Branch:
     """Create a branch with random weights that fits a convolution's dtype, device, memory format and mode."""
     weight = cast(Tensor, conv.weight)
     branch = make_branch(
         name,
         ConvGeometry.of(conv),
-        shift=conv.bias is not None,
+        shift=_has_shift(conv),
         gamma=gamma,
         width=width,
+        scaling=scaling,
         device=weight.device,
         dtype=weight.dtype,
         generator=generator,
@@ -230,9 +313,27 @@ def branch_for(
 
 def origin_norm_for(conv: nn.Module) -> BranchNorm:
     """Create a norm that fits a convolution's own output."""
+    return cast(BranchNorm, origin_scaling_for(conv, "norm"))
+
+
+def origin_scaling_for(conv: nn.Module, kind: str) -> Scaling:
+    """Create a norm, or a scale, that fits a convolution's own output."""
     weight = cast(Tensor, conv.weight)
-    norm = BranchNorm(weight.shape[0], shift=conv.bias is not None, device=weight.device, dtype=weight.dtype)
-    return norm.train(conv.training)
+    channels, shift = weight.shape[0], _has_shift(conv)
+    return make_scaling(kind, channels, shift=shift, device=weight.device, dtype=weight.dtype).train(conv.training)
+
+
+def _has_shift(conv: nn.Module) -> bool:
+    return conv.has_shift if isinstance(conv, RepConv) else conv.bias is not None
+
+
+def _scaling_in(state_dict: Mapping[str, Any], prefix: str) -> str:
+    """What stands at the end of a block's branches, as far as a state dict tells."""
+    parts = (prefix + "branches.", prefix + "origin_norm.")
+    found = {key.rpartition(".")[2] for key in state_dict if key.startswith(parts)}
+    if "gate" in found:
+        return GatedNorm.kind
+    return "norm" if "running_var" in found or not found else "linear"
 
 
 def as_block_(conv: nn.Module) -> RepConv:
@@ -256,9 +357,13 @@ def as_plain_(block: RepConv) -> ConvNd:
 
 @torch.no_grad()
 def _write_plain_(block: RepConv, kernel: Tensor, bias: Tensor | None) -> ConvNd:
+    block._switch_origin_on_()
+    if block.passed_norm is not None:
+        # the shift goes to the convolution if it has a bias, and to the norm if it has none
+        step_back_(block.passed_norm, bias if block.bias is None else None)
     block.__class__ = _PLAIN_OF[type(block)]
     del block._modules["branches"], block._modules["origin_norm"]
-    for attribute in ("geometry", "prepared", "norm_group"):
+    for attribute in ("geometry", "origin_off", "prepared", "norm_group", "_passed"):
         block.__dict__.pop(attribute, None)
     block.weight.copy_(kernel)
     if block.bias is not None and bias is not None:

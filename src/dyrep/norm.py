@@ -38,6 +38,8 @@ class BranchNorm(nn.Module):
         (['weight'], ['running_var'])
     """
 
+    kind = "norm"
+    normalises = True
     weight: nn.Parameter
     bias: nn.Parameter | None
     running_mean: Tensor | None

@@ -8,7 +8,7 @@ from torch import nn
 
 import dyrep
 from dyrep.errors import BranchError, CalibrationError, ConfigError, OptimizerError
-from dyrep.surgery import edits
+from dyrep.surgery import assembly, edits
 from surgery_helpers import (
     assert_same_picture,
     conv_bn_net,
@@ -146,7 +146,7 @@ def test_failure_half_way_through_an_expansion_changes_nothing(monkeypatch):
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     train_step(model, optimizer, images(1)[0])
     before, x = picture(model, optimizer), images(1)[0]
-    output, real, layers = eval_output(model, x), edits.insert_, []
+    output, real, layers = eval_output(model, x), assembly.insert_, []
 
     def failing(optimizer, model, conv, added, name):
         layers.append(name)
@@ -154,7 +154,7 @@ def test_failure_half_way_through_an_expansion_changes_nothing(monkeypatch):
         if name == "3":
             raise RuntimeError("no room")
 
-    monkeypatch.setattr(edits, "insert_", failing)
+    monkeypatch.setattr(assembly, "insert_", failing)
     with pytest.raises(RuntimeError, match="no room"):
         dyrep.expand_(model, ["0", "3"], calibration=[x], optimizer=optimizer)
     assert layers == ["0", "3"]

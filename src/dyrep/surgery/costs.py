@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from dyrep.branches import collapsed_kernel, pools_by_convolution
+from dyrep.block import RepConv
+from dyrep.branches import DepthwiseBranch, collapsed_kernel, is_copy, pools_by_convolution
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.surgery.preserve import Forward, preserved, run_batch
 from dyrep.surgery.wrappers import bare
@@ -38,11 +39,14 @@ class Costs:
         parameters: number of parameters, branches included.
         macs: multiply-adds of one forward pass per example (convolutions and matrix products, as papers count).
         positions: positions of every convolution, summed over its calls.
+        folding_macs: multiply-adds of one forward pass, whatever the batch, to compute the kernels of blocks that are
+            folded at every step.
     """
 
     parameters: int
     macs: int
     positions: dict[str, Positions]
+    folding_macs: int = 0
 
 
 @torch.no_grad()
@@ -58,6 +62,7 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     model = bare(model)
     positions: dict[str, Positions] = {}
     examples: list[int] = []
+    folded: list[RepConv] = []
 
     def watch(name: str, conv: nn.Module) -> Any:
         geometry = ConvGeometry.of(conv)
@@ -66,6 +71,8 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             x: Tensor = args[0] if args else kwargs["input"]
             examples.append(x.shape[0] if x.dim() == dims + 2 else 1)
+            if isinstance(conv, RepConv) and conv.branches and conv.is_linear:
+                folded.append(conv)
             before = positions.get(name, Positions())
             read = math.prod(geometry.branch_input(x).shape[-dims:])
             positions[name] = Positions(before.input + read, before.output + math.prod(output.shape[-dims:]))
@@ -79,10 +86,14 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     finally:
         for handle in handles:
             handle.remove()
+    with FlopCounterMode(display=False) as folding:
+        for block in folded:
+            block.folded()
     parameters = sum(p.numel() for p in model.parameters())
     # hooks run inside out: of nested convolutions the inner ones come first, but all see the same batch
     count = max(examples[0], 1) if examples else 1
-    return Costs(parameters, counter.get_total_flops() // 2 // count, positions)
+    folding_macs = folding.get_total_flops() // 2
+    return Costs(parameters, (counter.get_total_flops() // 2 - folding_macs) // count, positions, folding_macs)
 
 
 def added_macs(conv: nn.Module, branches: Iterable[str], positions: Positions, width: int = 1) -> int:
@@ -99,6 +110,12 @@ def added_macs(conv: nn.Module, branches: Iterable[str], positions: Positions, w
     for name in branches:
         if name in ("1x1", "1xK", "Kx1"):
             total += positions.output * per_tap * math.prod(collapsed_kernel(name, g))
+        elif is_copy(name):
+            total += positions.output * per_tap * g.taps
+        elif name == "1x1-DCT":
+            total += positions.input * per_tap + positions.output * g.out_channels * g.taps
+        elif name == "DW-1x1":
+            total += positions.output * DepthwiseBranch.EXPANSION * (g.in_channels * g.taps + per_tap)
         elif name == "1x1-AVG":
             total += 0 if g.depthwise else positions.output * per_tap
             total += positions.output * g.in_channels * g.taps if pools_by_convolution(g) else 0

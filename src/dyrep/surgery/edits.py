@@ -12,18 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import algebra
-from dyrep.block import RepConv, as_block_, as_plain_, branch_for, origin_norm_for
-from dyrep.branches import BRANCHES, Branch, branch_options
+from dyrep.block import RepConv, as_plain_, branch_for, origin_norm_for
+from dyrep.branches import Branch, branch_list, branch_option, branch_options, is_branch
 from dyrep.errors import BranchError, CalibrationError, ConfigError
 from dyrep.geometry import ConvGeometry
-from dyrep.norm import BranchNorm, sync_norms_
+from dyrep.norm import BranchNorm
+from dyrep.scaling import GatedNorm
 from dyrep.surgery import ranks
+from dyrep.surgery.assembly import attach_, join_
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
-from dyrep.surgery.optimizer import check_holds, check_optimizer, insert_, remove_
+from dyrep.surgery.optimizer import check_holds, check_optimizer, remove_
 from dyrep.surgery.preserve import Forward
 from dyrep.surgery.targets import require_eligible, resolve
 from dyrep.surgery.undo import Snapshot
-from dyrep.surgery.wrappers import forget_compiled, sync_group, unwrap
+from dyrep.surgery.wrappers import forget_compiled, unwrap
 
 ORIGIN_NORMS = ("none", "calibrated", "reference")
 
@@ -159,17 +161,12 @@ def expand_(
             _scale_gamma_(grown[name], outputs[name])
             _start_origin_norm_(norms[name], origin_norm)
             attach_(conv, grown[name], norms[name])
-        synchronization = sync_group(model)
         for name, conv in convs.items():
             added: dict[str, nn.Module] = {f"branches.{key}": branch for key, branch in grown[name].items()}
             norm = norms[name]
             if norm is not None:
                 added["origin_norm"] = norm
-            if synchronization is not None:
-                for module in added.values():
-                    sync_norms_(module, *synchronization)
-            if optimizer is not None:
-                insert_(optimizer, model, conv, added, name)
+            join_(model, name, conv, added, optimizer)
     except BaseException:
         before.restore_()
         raise
@@ -217,11 +214,11 @@ def cut_(
     try:
         for name, conv in convs.items():
             assert isinstance(conv, RepConv)
-            gone = _detach_(conv, doomed[name])
-            if not conv.branches:
-                if conv.origin_norm is not None:
-                    gone.append(conv.origin_norm)
+            if len(doomed[name]) == len(conv.branches):
+                gone = [*conv.branches.values(), *([] if conv.origin_norm is None else [conv.origin_norm])]
                 as_plain_(conv)
+            else:
+                gone = _detach_(conv, doomed[name])
             if optimizer is not None:
                 remove_(optimizer, [p for module in gone for p in module.parameters()])
     except BaseException:
@@ -252,14 +249,13 @@ def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None)
         return chosen
     valid = [b for b, option in options.items() if option.possible and b not in present]
     for branch in branches:
-        if branch not in BRANCHES:
-            raise BranchError(f"unknown branch {branch!r} for layer {name!r}; valid are {', '.join(BRANCHES)}")
+        if not is_branch(branch):
+            raise BranchError(f"unknown branch {branch!r} for layer {name!r}; valid are {branch_list()}")
         if branch in present:
             raise BranchError(f"layer {name!r} has branch {branch!r} already; it can still grow {valid}")
-        if not options[branch].possible:
-            raise BranchError(
-                f"layer {name!r} cannot have branch {branch!r}: {options[branch].reason}; it can grow {valid}"
-            )
+        option = branch_option(branch, ConvGeometry.of(conv))
+        if not option.possible:
+            raise BranchError(f"layer {name!r} cannot have branch {branch!r}: {option.reason}; it can grow {valid}")
     if not branches:
         raise BranchError(f"no branches given for layer {name!r}; it can grow {valid}")
     return list(dict.fromkeys(branches))
@@ -270,6 +266,9 @@ def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None
     present = list(conv.branches) if isinstance(conv, RepConv) else []
     if not present:
         raise BranchError(f"layer {name!r} has no branches to cut")
+    assert isinstance(conv, RepConv)
+    if branches is not None and any(isinstance(branch.norm, GatedNorm) for branch in conv.branch_modules().values()):
+        raise BranchError(f"layer {name!r} is being searched: finish the search before cutting branches one by one")
     for branch in branches or ():
         if branch not in present:
             raise BranchError(f"layer {name!r} has no branch {branch!r}; it has {', '.join(present)}")
@@ -297,22 +296,6 @@ def _scale_gamma_(branches: Mapping[str, Branch], output: BranchNorm | None) -> 
     if output is not None:
         for branch in branches.values():
             branch.norm.weight.mul_(output.deviation)
-
-
-@torch.no_grad()
-def attach_(conv: nn.Module, branches: Mapping[str, Branch], norm: BranchNorm | None) -> None:
-    """Add branches (and a norm on the origin, if it has none) and take what they compute out of the origin."""
-    block = as_block_(conv)
-    dtype = algebra.exact_dtype(block.weight)
-    kernel, bias = block.origin_folded(dtype)
-    for branch in branches.values():
-        added, shift = branch.folded(dtype)
-        kernel = kernel - added
-        bias = bias if bias is None or shift is None else bias - shift
-    if norm is not None and block.origin_norm is None:
-        block.origin_norm = norm
-    block.set_origin_(kernel, bias)
-    block.set_branches_({**block.branch_modules(), **branches})
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         >>> list(deploy(model).state_dict()) == keys
         True
     """
+    _check_whole(bare(model))
     plain = bare(model) if inplace else copy.deepcopy(bare(model))
     for block in [module for module in plain.modules() if isinstance(module, RepConv)]:
         if isinstance(block, RepConv):  # a block inside a branch is gone with its parent
@@ -46,6 +47,17 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     if inplace:
         forget_compiled()
     return plain
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise if a block has taken the place of a norm that is not part of this model."""
+    parts = set(map(id, model.modules()))
+    for name, module in model.named_modules():
+        if isinstance(module, RepConv) and module.passed_norm is not None and id(module.passed_norm) not in parts:
+            raise DyRepError(
+                f"layer {name!r} has taken the place of a norm outside this part of the model, where its shift would "
+                "have to go: deploy the whole model"
+            )
 
 
 @dataclass(frozen=True)

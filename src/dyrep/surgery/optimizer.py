@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 
 from dyrep.errors import OptimizerError
 from dyrep.norm import BranchNorm
+from dyrep.passing import PassedNorm
+from dyrep.scaling import ChannelScale
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, BranchNorm)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, BranchNorm, PassedNorm)
 _FORMAT = 1
 
 
@@ -74,7 +76,7 @@ def insert_(
     for path, module in added.items():
         for name, child in module.named_modules(prefix=path):
             for key, parameter in child.named_parameters(prefix=name, recurse=False):
-                (of_norms if isinstance(child, BranchNorm) else others).append((key, parameter))
+                (of_norms if isinstance(child, (BranchNorm, ChannelScale)) else others).append((key, parameter))
     home = locate(optimizer, weight)
     assert home is not None
     norm_home = None if norm is None else locate(optimizer, norm)

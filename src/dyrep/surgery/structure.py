@@ -11,13 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
-from dyrep.branches import BRANCHES
-from dyrep.errors import StructureError
+from dyrep.errors import BranchError, StructureError
 from dyrep.geometry import PLAIN_CONVS
-from dyrep.surgery.edits import attach_, cut_, expand_
-from dyrep.surgery.targets import is_inside, targets
+from dyrep.passing import PassedNorm
+from dyrep.surgery.assembly import Blueprint, assemble_, attach_, norm_names
+from dyrep.surgery.edits import cut_
+from dyrep.surgery.optimizer import check_holds, check_optimizer
+from dyrep.surgery.targets import is_inside, require_eligible, targets
 from dyrep.surgery.undo import Snapshot
-from dyrep.surgery.wrappers import bare, sync_group, unwrap
+from dyrep.surgery.wrappers import bare, forget_compiled, sync_group, unwrap
 
 FORMAT = 1
 
@@ -26,20 +28,13 @@ def structure(model: nn.Module) -> dict[str, Any]:
     """Describe which convolutions have which branches, as JSON-able data.
 
     Example:
+        >>> from dyrep.surgery.edits import expand_
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
         >>> _ = expand_(model, "0", ["1x1", "residual"])
         >>> structure(model)
         {'format': 1, 'blocks': {'0': {'branches': ['1x1', 'residual'], 'origin_norm': False, 'width': 1}}}
     """
-    blocks = {}
-    for name, module in bare(model).named_modules():
-        if isinstance(module, RepConv) and module.branches:
-            blocks[name] = {
-                "branches": list(module.branches),
-                "origin_norm": module.origin_norm is not None,
-                "width": max(branch.width for branch in module.branch_modules().values()),
-            }
-    return {"format": FORMAT, "blocks": blocks}
+    return {"format": FORMAT, "blocks": {name: plan.as_dict() for name, plan in _plans(bare(model)).items()}}
 
 
 def restructure_(
@@ -50,9 +45,10 @@ def restructure_(
     gamma: float = 0.01,
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """Give a model a structure: cut what is not in it, expand what is missing. Eval-mode function is kept.
+    """Give a model a structure: cut what is not in it, expand what is missing.
 
-    New branches have random weights; load a state dict afterwards to get those of a saved model.
+    Eval-mode function is kept, except where a block of the structure does without its original kernel. New branches
+    have random weights; load a state dict afterwards to get those of a saved model.
 
     Args:
         model: the model, changed in place; plain, or with any other structure.
@@ -66,24 +62,29 @@ def restructure_(
             changed then.
 
     Example:
+        >>> from dyrep.surgery.edits import expand_
         >>> model, twin = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
         >>> _ = expand_(model, "0", ["1x1"])
         >>> structure(restructure_(twin, structure(model))) == structure(model)
         True
     """
     model = unwrap(model)
-    blocks = _checked(model, wanted)
-    touched = [_find(model, name) for name in {**structure(model)["blocks"], **blocks}]
-    before = Snapshot([conv for conv in touched if conv is not None], optimizer)
+    plans, now = _checked(model, wanted), _plans(model)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    norms = [plan.replaces for plan in plans.values() if plan.replaces is not None]
+    touched = [_find(model, name) for name in [*{**now, **plans}, *norms]]
+    before = Snapshot([module for module in touched if module is not None], optimizer)
     try:
-        for name in sorted(structure(model)["blocks"], key=len, reverse=True):  # inner blocks have longer names
-            if _differs(model.get_submodule(name), blocks.get(name)):
+        for name in sorted(now, key=len, reverse=True):  # inner blocks have longer names
+            if not _fits(now[name], plans.get(name)):
                 cut_(model, name, optimizer=optimizer)
-        for name in sorted(blocks, key=len):
-            _reshape_(model, name, blocks[name], optimizer=optimizer, gamma=gamma, generator=generator)
+        for name in sorted(plans, key=len):
+            _reshape_(model, name, plans[name], optimizer=optimizer, gamma=gamma, generator=generator)
     except BaseException:
         before.restore_()
         raise
+    forget_compiled()
     return model
 
 
@@ -100,6 +101,7 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         model: the model it is a copy of.
 
     Example:
+        >>> from dyrep.surgery.edits import expand_
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
         >>> average = torch.optim.swa_utils.AveragedModel(model)
         >>> _ = expand_(model, "0", ["1x1", "residual"])
@@ -118,6 +120,7 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         assert isinstance(theirs, RepConv)
         has = _branch_names(ours)
         missing = {b: copy.deepcopy(m) for b, m in theirs.branch_modules().items() if b not in has}
+        _check_followable(name, ours, theirs)
         if missing:
             attach_(ours, missing, copy.deepcopy(theirs.origin_norm))
         assert isinstance(ours, RepConv)
@@ -135,6 +138,7 @@ def prepare_(model: nn.Module) -> nn.Module:
     that exists already would not hold the new parameters (`dyrep.load` can take care of that).
 
     Example:
+        >>> from dyrep.surgery.edits import expand_
         >>> model, twin = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
         >>> _ = expand_(model, "0", ["1x1"])
         >>> prepare_(twin).load_state_dict(model.state_dict())
@@ -148,69 +152,68 @@ def prepare_(model: nn.Module) -> nn.Module:
     return model
 
 
+def _plans(model: nn.Module) -> dict[str, Blueprint]:
+    """What every block of a model consists of."""
+    names = norm_names(model)
+    return {
+        name: Blueprint.of(module, names)
+        for name, module in model.named_modules()
+        if isinstance(module, RepConv) and module.branches
+    }
+
+
 def _reshape_(
     model: nn.Module,
     name: str,
-    spec: Mapping[str, Any],
+    plan: Blueprint,
     *,
     optimizer: Optimizer | None,
     gamma: float,
     generator: torch.Generator | None,
 ) -> None:
     """Give one convolution the branches it should have."""
-    block = model.get_submodule(name)
-    has = _branch_names(block)
-    surplus = [branch for branch in has if branch not in spec["branches"]]
-    missing = [branch for branch in spec["branches"] if branch not in has]
-    if missing:
-        expand_(
-            model,
-            name,
-            missing,
-            gamma=gamma,
-            optimizer=optimizer,
-            origin_norm="reference" if spec["origin_norm"] else "none",
-            width=spec["width"],
-            generator=generator,
-            distributed=False,
-        )
+    has = _branch_names(model.get_submodule(name))
+    surplus = [branch for branch in has if branch not in plan.branches]
+    if not set(plan.branches) <= set(has):
+        conv = model.get_submodule(name)
+        require_eligible(model, {name: conv})
+        if optimizer is not None:
+            check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
+        try:
+            assemble_(model, name, plan, gamma=gamma, optimizer=optimizer, generator=generator)
+        except BranchError as error:
+            raise StructureError(f"layer {name!r}: {error}") from error
     if surplus:
         cut_(model, name, surplus, optimizer=optimizer)
+    block = model.get_submodule(name)
     assert isinstance(block, RepConv)
-    _reorder_(block, spec["branches"])
+    _reorder_(block, plan.branches)
 
 
-def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Blueprint]:
     if (
         not isinstance(wanted, Mapping)
         or wanted.get("format") != FORMAT
         or not isinstance(wanted.get("blocks"), Mapping)
     ):
         raise StructureError(f"not a structure of format {FORMAT}: {str(wanted)[:200]}")
-    blocks: dict[str, dict[str, Any]] = {}
-    for name, given in wanted["blocks"].items():
-        spec = {"origin_norm": False, "width": 1, **(given if isinstance(given, Mapping) else {})}
-        branches = spec.get("branches")
-        if not isinstance(branches, list) or not all(isinstance(b, str) and b in BRANCHES for b in branches):
+    plans = {name: Blueprint.from_dict(name, given) for name, given in wanted["blocks"].items()}
+    for name, plan in plans.items():
+        _check_layer(model, name, plans)
+        norm = None if plan.replaces is None else _find(model, plan.replaces)
+        if plan.replaces is not None and not isinstance(norm, (PassedNorm, nn.modules.batchnorm._BatchNorm)):
             raise StructureError(
-                f"layer {name!r}: branches must be a list from {', '.join(BRANCHES)}, got {branches!r}"
+                f"layer {name!r}: the structure replaces the norm {plan.replaces!r}, which this model does not have"
             )
-        if not branches:
-            raise StructureError(f"layer {name!r}: a block needs at least one branch; leave plain layers out")
-        if not isinstance(spec["width"], int) or spec["width"] < 1:
-            raise StructureError(f"layer {name!r}: width must be a positive whole number, got {spec['width']!r}")
-        blocks[name] = spec
-    for name in blocks:
-        _check_layer(model, name, blocks)
-    return blocks
+    return plans
 
 
-def _check_layer(model: nn.Module, name: str, blocks: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_layer(model: nn.Module, name: str, plans: Mapping[str, Blueprint]) -> None:
     """Raise unless a layer is a convolution of the model, or the one inside a branch that will be there."""
-    if any(is_inside(name, block) for block in {**structure(model)["blocks"], **blocks}):
+    if any(is_inside(name, block) for block in {**_plans(model), **plans}):
         outer, _, inner = name.rpartition("branches.")
-        branch = inner.removesuffix(".conv")
-        if inner == branch or branch not in blocks.get(outer.removesuffix("."), {}).get("branches", ()):
+        branch, around = inner.removesuffix(".conv"), plans.get(outer.removesuffix("."))
+        if inner == branch or around is None or branch not in around.branches:
             raise StructureError(f"layer {name!r} is inside a branch that the structure does not have")
     elif not isinstance(_find(model, name), PLAIN_CONVS):
         raise StructureError(
@@ -235,10 +238,21 @@ def _find(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-def _differs(block: nn.Module, spec: Mapping[str, Any] | None) -> bool:
-    """Whether a block has to be folded first: it is not wanted, or differs in more than its set of branches."""
-    assert isinstance(block, RepConv)
-    if spec is None or (block.origin_norm is not None) != spec["origin_norm"]:
-        return True
-    inner = block.branch_modules().get("1x1-KxK")
-    return inner is not None and "1x1-KxK" in spec["branches"] and inner.width != spec["width"]
+def _fits(block: Blueprint, plan: Blueprint | None) -> bool:
+    """Whether a block differs from what is wanted in its set of branches alone; if not, it has to be folded first."""
+    if plan is None:
+        return False
+    same = ("origin_norm", "scaling", "replaces", "origin")
+    if any(getattr(block, name) != getattr(plan, name) for name in same):
+        return False
+    return "1x1-KxK" not in block.branches or "1x1-KxK" not in plan.branches or block.width == plan.width
+
+
+def _check_followable(name: str, ours: nn.Module, theirs: RepConv) -> None:
+    """Raise if two blocks differ in more than their branches, which cannot be made up for."""
+    has_norm = isinstance(ours, RepConv) and ours.passed_norm is not None
+    off = isinstance(ours, RepConv) and ours.origin_off
+    if has_norm != (theirs.passed_norm is not None) or off != theirs.origin_off:
+        raise StructureError(
+            f"layer {name!r}: the copy was made before the model was converted, and cannot follow: make it afterwards"
+        )

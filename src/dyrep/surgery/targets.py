@@ -111,6 +111,13 @@ def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
             raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
 
 
+def refusals(model: nn.Module) -> dict[str, str]:
+    """Convolutions that cannot be operated on exactly, and why."""
+    holders = _weight_holders(model)
+    found = {name: _refusal(module, holders) for name, module in model.named_modules() if isinstance(module, _ConvNd)}
+    return {name: reason for name, reason in found.items() if reason}
+
+
 def is_inside(name: str, block: str, branch: str | None = None) -> bool:
     """Whether a layer is part of a branch (of a given one) of a block, by their names."""
     start = f"{block}.branches." if block else "branches."

@@ -15,8 +15,8 @@ from dyrep.surgery.wrappers import forget_compiled
 class Snapshot:
     """What some convolutions and their optimizer looked like; `restore_` makes them so again.
 
-    What an edit rewrites (the origin's weight, bias and norm) is copied. Branches and optimizer state, which an edit
-    drops but never rewrites, are only remembered.
+    What an edit rewrites (the origin's weight, bias and norm, and a norm whose place the block takes) is copied.
+    Branches and optimizer state, which an edit drops but never rewrites, are only remembered.
 
     Example:
         >>> conv = nn.Conv2d(4, 4, 3)
@@ -27,10 +27,10 @@ class Snapshot:
         True
     """
 
-    def __init__(self, convs: Iterable[nn.Module], optimizer: Optimizer | None) -> None:
-        self._convs = [
-            (conv, type(conv), dict(conv.__dict__), dict(conv._modules), _rewritable(conv)) for conv in convs
-        ]
+    def __init__(self, layers: Iterable[nn.Module], optimizer: Optimizer | None) -> None:
+        modules = list(layers)
+        modules += [m.passed_norm for m in modules if isinstance(m, RepConv) and m.passed_norm is not None]
+        self._modules = [(m, type(m), dict(m.__dict__), dict(m._modules), _rewritable(m)) for m in modules]
         self._optimizer = optimizer
         if optimizer is not None:
             groups = optimizer.param_groups
@@ -40,14 +40,15 @@ class Snapshot:
     @torch.no_grad()
     def restore_(self) -> None:
         """Put everything back."""
-        for conv, kind, attributes, children, values in self._convs:
-            conv.__class__ = kind
-            conv.__dict__.clear()
-            conv.__dict__.update(attributes)
-            conv._modules.clear()
-            conv._modules.update(children)
-            for tensor, value in values:
+        for module, kind, attributes, children, values in self._modules:
+            module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._modules.clear()
+            module._modules.update(children)
+            for tensor, value, trained in values:
                 tensor.copy_(value)
+                tensor.requires_grad_(trained)
         if self._optimizer is not None:
             for group, params, names in self._groups:
                 group["params"][:] = params
@@ -58,8 +59,8 @@ class Snapshot:
         forget_compiled()
 
 
-def _rewritable(conv: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    tensors = list(conv.parameters(recurse=False))
-    if isinstance(conv, RepConv) and conv.origin_norm is not None:
-        tensors += conv.origin_norm.parameters()
-    return [(tensor, tensor.detach().clone()) for tensor in tensors]
+def _rewritable(module: nn.Module) -> list[tuple[Tensor, Tensor, bool]]:
+    tensors: list[Tensor] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if isinstance(module, RepConv) and module.origin_norm is not None:
+        tensors += module.origin_norm.parameters()
+    return [(tensor, tensor.detach().clone(), tensor.requires_grad) for tensor in tensors]

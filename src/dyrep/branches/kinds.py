@@ -1,8 +1,8 @@
-"""The branches a convolution can grow (Table 1 of the paper), and which of them fit a given convolution.
+"""What each branch computes, and as which kernel.
 
-The seventh, ``KxK``, is the convolution itself. Every branch is a linear map followed by a `BranchNorm`, so in eval
-mode it is one kernel of the convolution's own shape, plus a bias where the norm has a shift. Each class runs the map
-(`forward`) and states that kernel (`kernel`).
+Every branch is a linear map followed by a scaling (as a rule a `BranchNorm`), so in eval mode it is one kernel of the
+convolution's own shape, plus a bias where the norm has a shift. Each class runs the map (`forward`) and states that
+kernel (`kernel`).
 
 Two of them are simpler here than on paper, without a change of function. Average pooling is linear and acts on every
 channel alone, so it commutes with the 1x1 before it, and a norm between the two could only rescale what the last norm
@@ -13,9 +13,7 @@ exact.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,138 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dyrep import algebra
-from dyrep.errors import BranchError
+from dyrep.branches.options import pools_by_convolution
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry, Pads, pad_or_crop
 from dyrep.norm import BranchNorm
-
-ORIGIN = "KxK"
-BRANCHES = ("1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual")
-"""Names of the branches that can be added beside the origin, in the order they are created."""
+from dyrep.scaling import Scaling, make_scaling
 
 _CONV_FUNCTIONS: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 _POOL_FUNCTIONS: tuple[Callable[..., Tensor], ...] = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
-
-
-@dataclass(frozen=True)
-class BranchOption:
-    """Whether a branch fits a convolution.
-
-    Attributes:
-        possible: the branch can be added and folded exactly.
-        duplicate: it is possible, but computes nothing that another branch does not; left out unless asked for.
-        reason: why it is impossible or a duplicate; empty otherwise.
-    """
-
-    possible: bool = True
-    duplicate: bool = False
-    reason: str = ""
-
-
-def branch_options(geometry: ConvGeometry) -> dict[str, BranchOption]:
-    """Say for every branch whether it fits a convolution, and if not, why.
-
-    Example:
-        >>> options = branch_options(ConvGeometry.of(nn.Conv2d(8, 16, 3, stride=2, padding=1)))
-        >>> [name for name, option in options.items() if option.possible]
-        ['1x1', '1x1-KxK', '1x1-AVG', '1xK', 'Kx1']
-        >>> options["residual"].reason
-        'the residual needs as many output as input channels (8 in, 16 out)'
-    """
-    if geometry.taps == 1:
-        reason = f"the kernel is {_times(geometry.kernel_size)}: a branch could only repeat it"
-        return {name: BranchOption(possible=False, reason=reason) for name in BRANCHES}
-    options = {name: BranchOption() for name in BRANCHES}
-    options["residual"] = _residual_option(geometry)
-    if geometry.depthwise and options["residual"].possible:
-        reason = "with one channel per group the 1x1 is the residual branch up to scale"
-        options["1x1"] = BranchOption(duplicate=True, reason=reason)
-    if geometry.groups == geometry.in_channels and geometry.groups > 1:
-        reason = "with one channel per group it is the origin up to scale"
-        options["1x1-KxK"] = BranchOption(duplicate=True, reason=reason)
-    for name in ("1xK", "Kx1"):
-        kernel = collapsed_kernel(name, geometry)
-        if kernel in (geometry.kernel_size, geometry.point):
-            twin = ORIGIN if kernel == geometry.kernel_size else "1x1"
-            reason = f"for a {_times(geometry.kernel_size)} kernel it is the {twin} branch"
-            options[name] = BranchOption(duplicate=True, reason=reason)
-    return options
-
-
-def collapsed_kernel(name: str, geometry: ConvGeometry) -> tuple[int, ...]:
-    """Kernel size of ``1x1``, ``1xK`` (first spatial dimension collapsed) or ``Kx1`` (last one collapsed)."""
-    kernel = geometry.kernel_size
-    return {"1x1": geometry.point, "1xK": (1, *kernel[1:]), "Kx1": (*kernel[:-1], 1)}[name]
-
-
-def _residual_option(geometry: ConvGeometry) -> BranchOption:
-    channels = f"{geometry.in_channels} in, {geometry.out_channels} out"
-    if geometry.in_channels != geometry.out_channels:
-        return BranchOption(False, reason=f"the residual needs as many output as input channels ({channels})")
-    if any(s != 1 for s in geometry.stride):
-        return BranchOption(False, reason=f"the residual needs stride 1, not {_times(geometry.stride)}")
-    if geometry.identity_tap is None:
-        return BranchOption(
-            False,
-            reason="the residual needs a kernel tap that reads the position it writes: "
-            f"padding {geometry.pads} does not give one for a {_times(geometry.kernel_size)} kernel",
-        )
-    return BranchOption()
-
-
-def pools_by_convolution(geometry: ConvGeometry) -> bool:
-    """Whether average pooling has to run as a convolution with a constant kernel.
-
-    It can do what torch's pooling cannot: dilation, and in 3-d small images and half precision on a CPU.
-    """
-    return geometry.ndim == 3 or any(d != 1 for d in geometry.dilation)
-
-
-def make_branch(
-    name: str,
-    geometry: ConvGeometry,
-    *,
-    shift: bool,
-    gamma: float = 0.01,
-    width: int = 1,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    generator: torch.Generator | None = None,
-) -> Branch:
-    """Create a branch with random weights.
-
-    Args:
-        name: one of `BRANCHES`.
-        geometry: the convolution it stands beside.
-        shift: whether its last norm has a shift; true exactly when the convolution has a bias.
-        gamma: initial γ of its last norm.
-        width: inner channels of ``1x1-KxK`` per input channel.
-        device: where its tensors live.
-        dtype: their dtype.
-        generator: source of the random weights (a CPU generator; default: torch's global one).
-
-    Raises:
-        BranchError: there is no such branch, or this convolution cannot have it.
-    """
-    if name not in BRANCHES:
-        raise BranchError(f"unknown branch {name!r}; valid are {', '.join(BRANCHES)}")
-    option = branch_options(geometry)[name]
-    if not option.possible:
-        raise BranchError(f"branch {name!r} is not possible: {option.reason}")
-    kinds: dict[str, Callable[..., Branch]] = {
-        "1x1-KxK": PointwiseKernelBranch,
-        "1x1-AVG": AverageBranch,
-        "residual": ResidualBranch,
-    }
-    arguments: dict[str, Any] = {"shift": shift, "gamma": gamma, "device": device, "dtype": dtype}
-    if name == "1x1-KxK":
-        arguments["width"] = width
-    if name not in kinds:
-        arguments["kernel"] = collapsed_kernel(name, geometry)
-    branch = kinds.get(name, SmallKernelBranch)(geometry, **arguments)
-    for module in branch.modules():
-        if isinstance(module, PLAIN_CONVS):
-            _reset_conv_(module.weight, generator)  # type: ignore[arg-type]
-    return branch
 
 
 def folded_conv(conv: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -165,15 +38,16 @@ def folded_conv(conv: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
 
 
 class Branch(nn.Module):
-    """A linear map that fits beside a convolution, and its norm.
+    """A linear map that fits beside a convolution, and its scaling.
 
     Attributes:
+        norm: the scaling at its end.
         geometry: the convolution it stands beside. Where that pads in a way of its own (reflect, asymmetric …) the
             block pads the input once and every branch reads the padded one.
         width: inner channels per input channel; 1 unless the branch is ``1x1-KxK``.
     """
 
-    norm: BranchNorm
+    norm: Scaling
     width = 1
 
     def __init__(
@@ -182,13 +56,14 @@ class Branch(nn.Module):
         *,
         shift: bool,
         gamma: float,
+        scaling: str,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         self.geometry = geometry.prepadded() if geometry.needs_prepadding else geometry
         self._like: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm = BranchNorm(geometry.out_channels, shift=shift, gamma=gamma, **self._like)
+        self.norm = make_scaling(scaling, geometry.out_channels, shift=shift, gamma=gamma, **self._like)
 
     def kernel(self, dtype: torch.dtype) -> Tensor:
         """The map before the norm, as a kernel of the origin's shape."""
@@ -200,18 +75,18 @@ class Branch(nn.Module):
 
     def _pointwise(self, in_channels: int, out_channels: int) -> nn.Module:
         conv = PLAIN_CONVS[self.geometry.ndim - 1]
-        return _empty_conv(conv, in_channels, out_channels, 1, groups=self.geometry.groups, **self._like)
+        return empty_conv(conv, in_channels, out_channels, 1, groups=self.geometry.groups, **self._like)
 
 
 class SmallKernelBranch(Branch):
-    """``1x1``, ``1xK``, ``Kx1``: a kernel with collapsed dimensions."""
+    """``1x1``, ``1xK``, ``Kx1``: a kernel with collapsed dimensions; ``KxK-2``: one with all of them."""
 
     def __init__(self, geometry: ConvGeometry, *, kernel: tuple[int, ...], **arguments: Any) -> None:
         super().__init__(geometry, **arguments)
         pads = self.geometry.pads_for(kernel)
         by_conv = all(before == after >= 0 for before, after in pads)
         self._pads: Pads | None = None if by_conv else pads
-        self.conv = _empty_conv(
+        self.conv = empty_conv(
             PLAIN_CONVS[geometry.ndim - 1],
             geometry.in_channels,
             geometry.out_channels,
@@ -240,8 +115,9 @@ class PointwiseKernelBranch(Branch):
         self.width = width
         middle = geometry.in_channels * width
         self.point = self._pointwise(geometry.in_channels, middle)
-        self.inner_norm = BranchNorm(middle, shift=False, **self._like)
-        self.conv = _empty_conv(
+        # without statistics at its end there are none inside, and another scale would be one too many
+        self.inner_norm = BranchNorm(middle, shift=False, **self._like) if self.norm.normalises else None
+        self.conv = empty_conv(
             PLAIN_CONVS[geometry.ndim - 1],
             middle,
             geometry.out_channels,
@@ -255,12 +131,15 @@ class PointwiseKernelBranch(Branch):
 
     def kernel(self, dtype: torch.dtype) -> Tensor:
         """See `Branch.kernel`."""
-        point, _ = algebra.fuse_norm(folded_conv(self.point, dtype)[0], None, **self.inner_norm.fold_arguments(dtype))
+        point, _ = folded_conv(self.point, dtype)
+        if self.inner_norm is not None:
+            point, _ = algebra.fuse_norm(point, None, **self.inner_norm.fold_arguments(dtype))
         return algebra.compose(point, folded_conv(self.conv, dtype)[0], self.geometry.groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the branch."""
-        return self.norm(self.conv(self.inner_norm(self.point(x))))
+        mixed = self.point(x)
+        return self.norm(self.conv(mixed if self.inner_norm is None else self.inner_norm(mixed)))
 
 
 class AverageBranch(Branch):
@@ -297,6 +176,66 @@ class AverageBranch(Branch):
         return _POOL_FUNCTIONS[g.ndim - 1](x, g.kernel_size, g.stride, pads, count_include_pad=True)
 
 
+class CosineBranch(Branch):
+    """``1x1-DCT``: mix the channels, then filter each with a fixed cosine wave along one dimension (OREPA's prior)."""
+
+    filters: Tensor
+
+    def __init__(self, geometry: ConvGeometry, **arguments: Any) -> None:
+        super().__init__(geometry, **arguments)
+        self.point = self._pointwise(geometry.in_channels, geometry.out_channels)
+        waves = algebra.cosine_filters(geometry.out_channels, geometry.kernel_size)
+        self.register_buffer("filters", waves.to(**self._like), persistent=False)
+
+    def kernel(self, dtype: torch.dtype) -> Tensor:
+        """See `Branch.kernel`."""
+        return folded_conv(self.point, dtype)[0] * self.filters.to(dtype).unsqueeze(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the branch."""
+        g = self.geometry
+        pads = tuple(before for before, _ in g.pads)
+        mixed = self.point(x)
+        conv = _CONV_FUNCTIONS[g.ndim - 1]
+        filters = self.filters.unsqueeze(1).to(mixed.dtype)
+        return self.norm(conv(mixed, filters, None, g.stride, pads, g.dilation, g.out_channels))
+
+
+class DepthwiseBranch(Branch):
+    """``DW-1x1``: filter every channel several times, then mix (OREPA's depthwise separable branch)."""
+
+    EXPANSION = 8
+
+    def __init__(self, geometry: ConvGeometry, **arguments: Any) -> None:
+        super().__init__(geometry, **arguments)
+        middle = self.EXPANSION * geometry.in_channels
+        self.depthwise = empty_conv(
+            PLAIN_CONVS[geometry.ndim - 1],
+            geometry.in_channels,
+            middle,
+            geometry.kernel_size,
+            stride=geometry.stride,
+            padding=tuple(before for before, _ in self.geometry.pads),
+            dilation=geometry.dilation,
+            groups=geometry.in_channels,
+            **self._like,
+        )
+        self.point = self._pointwise(middle, geometry.out_channels)
+
+    def kernel(self, dtype: torch.dtype) -> Tensor:
+        """See `Branch.kernel`."""
+        g = self.geometry
+        filters, _ = folded_conv(self.depthwise, dtype)
+        point, _ = folded_conv(self.point, dtype)
+        filters = filters.reshape(g.groups, g.in_channels // g.groups, self.EXPANSION, -1)
+        point = point.reshape(g.groups, g.out_channels // g.groups, g.in_channels // g.groups, self.EXPANSION)
+        return torch.einsum("giek,goie->goik", filters, point).reshape(g.out_channels, -1, *g.kernel_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the branch."""
+        return self.norm(self.point(self.depthwise(x)))
+
+
 class ResidualBranch(Branch):
     """``residual``: the input itself."""
 
@@ -316,7 +255,7 @@ class ResidualBranch(Branch):
         return self.norm(pad_or_crop(x, self._pads))
 
 
-def _empty_conv(
+def empty_conv(
     conv: type[nn.Module],
     *args: Any,
     device: torch.device | str | None,
@@ -327,15 +266,3 @@ def _empty_conv(
     made = conv(*args, bias=False, device="meta", **kwargs)
     made.weight = nn.Parameter(torch.empty(made.weight.shape, device=device, dtype=dtype))  # type: ignore[arg-type]
     return made
-
-
-def _reset_conv_(weight: Tensor, generator: torch.Generator | None) -> None:
-    """Torch's own initialisation, drawn on the CPU so that a seed means the same on every device."""
-    bound = 1 / math.sqrt(math.prod(weight.shape[1:]))
-    drawn = torch.empty(weight.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-    with torch.no_grad():
-        weight.copy_(drawn)
-
-
-def _times(sizes: tuple[int, ...]) -> str:
-    return "x".join(str(size) for size in sizes)

@@ -1,0 +1,202 @@
+"""Turn a network into that of another method before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dyrep.errors import ConfigError, IneligibleLayerError
+from dyrep.geometry import PLAIN_CONVS, ConvGeometry
+from dyrep.methods.catalogue import Method, why_not
+from dyrep.methods.catalogue import method as method_of
+from dyrep.methods.starting import start_
+from dyrep.surgery.assembly import Blueprint, assemble_
+from dyrep.surgery.edits import Edit, check_growth
+from dyrep.surgery.followers import following_norms
+from dyrep.surgery.optimizer import check_holds, check_optimizer
+from dyrep.surgery.preserve import Forward
+from dyrep.surgery.structure import restructure_
+from dyrep.surgery.structure import structure as structure_of
+from dyrep.surgery.targets import refusals
+from dyrep.surgery.undo import Snapshot
+from dyrep.surgery.wrappers import forget_compiled, unwrap
+
+REPLACE = ("conv", "conv+norm")
+MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of a ResNet, as they are
+COPIES = 4  # of MobileOne-S0
+
+
+def convert_(
+    model: nn.Module,
+    method: str,
+    *,
+    example_input: Any = None,
+    forward: Forward | None = None,
+    replace: str | None = None,
+    preserve: bool = False,
+    gamma: float | None = None,
+    copies: int = COPIES,
+    max_kernel: int | None = MAX_KERNEL,
+    include: Iterable[str] = ("*",),
+    exclude: Iterable[str] = (),
+    structure: Mapping[str, Any] | None = None,
+    optimizer: Optimizer | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Edit]:
+    """Turn a network's convolutions into the blocks of a method, before training. `dyrep.deploy` folds them again.
+
+    The blocks begin as their authors let them begin, so the network's function changes: it is meant for a network that
+    is yet to be trained. For a trained one there is ``preserve=True``.
+
+    Args:
+        model: the model, changed in place.
+        method: one of `dyrep.methods.METHODS`. ``"origin"`` changes nothing; ``"repnas"`` makes the blocks that
+            `dyrep.RepNAS` searches; ``"fixed"`` makes those of ``structure``. For ``"dyrep"`` see `dyrep.DyRep`.
+        example_input: a batch to find out by which norm follows which convolution; needed to replace norms.
+        forward: ``forward(model, batch)`` to run the model, where a batch is not a tensor, a tuple that begins with
+            the input, or a dict of arguments.
+        replace: what a block takes the place of: ``"conv"`` alone, with the batch norm after the sum of its branches
+            kept, or ``"conv+norm"`` where a batch norm follows (default: as published, see the method).
+        preserve: take what the branches compute out of the original kernel, so that the network's function in eval
+            mode stays what it was.
+        gamma: initial γ of every branch (default: 1, and 0.01 with ``preserve``).
+        copies: how many KxK kernels a block of ``"mobileone"`` has.
+        max_kernel: leave larger kernels as they are (None: no limit).
+        include: convert only layers that match one of these patterns (``"backbone.*"``).
+        exclude: never convert layers that match one of these.
+        structure: what `dyrep.structure` returned, for ``"fixed"``.
+        optimizer: the optimizer that trains the model, if it exists already.
+        generator: source of the random weights (default: torch's global one).
+
+    Returns:
+        One `Edit` per layer; its ``detail`` says which norm the block replaces, or why it does not.
+
+    Raises:
+        DyRepError: the method, a layer or the optimizer does not allow it; nothing has been changed then.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        >>> for edit in convert_(model, "dbb", example_input=torch.randn(1, 3, 8, 8)):
+        ...     print(edit, edit.detail)
+        expand 0: +1x1-KxK +1x1-AVG +1x1 {'replaces': '1'}
+    """
+    chosen = _checked_method(method, structure, preserve)
+    model = unwrap(model)
+    gamma = (0.01 if preserve or chosen.name == "fixed" else 1.0) if gamma is None else gamma
+    check_growth(gamma, copies)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    if structure is not None:
+        restructure_(model, structure, optimizer=optimizer, gamma=gamma, generator=generator)
+        made = structure_of(model)["blocks"]
+        return [Edit("expand", name, tuple(block["branches"])) for name, block in made.items()]
+    if not chosen.builds_blocks:
+        return []
+    convs = _chosen_layers(model, chosen, max_kernel, tuple(include), tuple(exclude))
+    if optimizer is not None:
+        for name, conv in convs.items():
+            check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
+    norms, reasons = _norms_to_replace(model, chosen, convs, replace, example_input, forward)
+    plans = {
+        name: Blueprint(
+            chosen.branches_for(ConvGeometry.of(conv), copies),
+            origin_norm=True,
+            width=chosen.width_for(ConvGeometry.of(conv)),
+            scaling=chosen.scaling,
+            replaces=norms.get(name),
+        )
+        for name, conv in convs.items()
+    }
+    before = Snapshot([*convs.values(), *(model.get_submodule(norm) for norm in norms.values())], optimizer)
+    try:
+        for name, plan in plans.items():
+            block = assemble_(
+                model, name, plan, gamma=gamma, preserve=preserve, optimizer=optimizer, generator=generator
+            )
+            if not preserve:
+                start_(block, chosen, gamma, generator)
+    except BaseException:
+        before.restore_()
+        raise
+    forget_compiled()
+    return [
+        Edit("expand", name, plan.branches, {"replaces": plan.replaces} if name in norms else _kept(reasons, name))
+        for name, plan in plans.items()
+    ]
+
+
+def _kept(reasons: Mapping[str, str], name: str) -> dict[str, str]:
+    return {"norm kept": reasons[name]} if name in reasons else {}
+
+
+def _checked_method(name: str, structure: Mapping[str, Any] | None, preserve: bool) -> Method:
+    chosen = method_of(name)
+    if chosen.name == "dyrep":
+        raise ConfigError(
+            f"method={name!r} changes the network while it trains, so there is nothing to convert before: "
+            "use dyrep.DyRep"
+        )
+    if (chosen.name == "fixed") != (structure is not None):
+        raise ConfigError("method='fixed' and structure= belong together: pass what dyrep.structure returned")
+    if preserve and chosen.scaling == "linear":
+        raise ConfigError(
+            f"method={name!r} has no norms, so its branches start at full strength: preserve=True is for the others"
+        )
+    return chosen
+
+
+def _chosen_layers(
+    model: nn.Module, chosen: Method, max_kernel: int | None, include: tuple[str, ...], exclude: tuple[str, ...]
+) -> dict[str, nn.Module]:
+    """The convolutions to convert, by name; one that is shared by several names counts once."""
+    cannot = refusals(model)
+    convs: dict[str, nn.Module] = {}
+    reasons: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, PLAIN_CONVS) and name not in cannot:
+            continue
+        named = any(fnmatchcase(name, p) for p in include) and not any(fnmatchcase(name, p) for p in exclude)
+        reason = cannot.get(name) or ("" if named else "excluded by include and exclude")
+        if getattr(module, "branches", None):
+            raise ConfigError(f"layer {name!r} has branches already: convert a plain model, or dyrep.deploy it first")
+        if not reason:
+            geometry = ConvGeometry.of(module)
+            reason = why_not(chosen, geometry, max_kernel)
+            if not reason and not chosen.branches_for(geometry, COPIES):
+                reason = "no branch of the method fits it"
+        if reason:
+            reasons[name] = reason
+        else:
+            convs[name] = module
+    if not convs:
+        found = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:5])
+        raise IneligibleLayerError(f"method {chosen.name!r} finds nothing to convert ({found or 'no convolutions'})")
+    return convs
+
+
+def _norms_to_replace(
+    model: nn.Module,
+    chosen: Method,
+    convs: Mapping[str, nn.Module],
+    replace: str | None,
+    example_input: Any,
+    forward: Forward | None,
+) -> tuple[dict[str, str], dict[str, str]]:
+    wanted = (REPLACE[1] if chosen.replaces_norm else REPLACE[0]) if replace is None else replace
+    if wanted not in REPLACE:
+        raise ConfigError(f"replace={replace!r} is unknown; valid are {', '.join(REPLACE)}")
+    if wanted == "conv":
+        return {}, {}
+    if chosen.scaling == "linear":
+        raise ConfigError(f"method={chosen.name!r} has no norms of its own and needs the model's: use replace='conv'")
+    if example_input is None:
+        raise ConfigError(
+            f"method={chosen.name!r} replaces batch norms too, and has to run the model to see which belongs to which "
+            "convolution: pass example_input=batch, or replace='conv' to keep the norms"
+        )
+    return following_norms(model, convs, example_input, forward)
