@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -328,8 +329,35 @@ def test_channels_that_cannot_be_grouped_are_named(function, groups):
         function(4, (3, 3), groups)
 
 
+@every_ndim
+@pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 7])
+def test_cosine_filters_are_one_wave_per_channel_shared_out_between_the_dimensions(ndim, channels):
+    size = SPATIAL[ndim]
+    waves = algebra.cosine_filters(channels, size, dtype=torch.float64)
+    assert waves.shape == (channels, *size)
+    per_dimension = -(-channels // ndim)
+    for channel in range(channels):
+        along, number = channel // per_dimension, channel % per_dimension + 1
+        for place in itertools.product(*map(range, size)):
+            expected = math.cos(math.pi * (place[along] + 0.5) * number / size[along])
+            assert abs(float(waves[(channel, *place)]) - expected) <= 1e-15
+
+
+def test_cosine_filters_along_one_dimension_are_orthogonal_below_its_size():
+    waves = algebra.cosine_filters(4, (5,), dtype=torch.float64)
+    torch.testing.assert_close(waves @ waves.T, 2.5 * torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-14)
+
+
+@every_dtype
+def test_cosine_filters_are_the_nearest_values_in_their_dtype(dtype):
+    exact = algebra.cosine_filters(6, (3, 4), dtype=torch.float64)
+    assert torch.equal(algebra.cosine_filters(6, (3, 4), dtype=dtype), exact.to(dtype))
+
+
 def test_kernel_makers_use_the_default_dtype_and_the_device_asked_for():
     assert algebra.average_kernel(2, (3,)).dtype == torch.get_default_dtype()
+    assert algebra.cosine_filters(2, (3,)).dtype == torch.get_default_dtype()
+    assert algebra.cosine_filters(2, (3,), device="meta").device.type == "meta"
     assert algebra.identity_kernel(2, (3,), device="meta").device.type == "meta"
     assert algebra.average_kernel(2, (3,), device="meta").device.type == "meta"
 

@@ -198,6 +198,7 @@ class DyRep:
             scored_steps=seen.steps,
             skipped_steps=seen.skipped,
             importances=importances,
+            structure=structure(model),
             parameters=sum(p.numel() for p in model.parameters()),
             macs=None if after is None else after.macs,
             plain_macs=self._plain_macs,

@@ -91,7 +91,10 @@ def test_a_recipe_that_is_not_there_is_answered_with_those_that_are():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"method": "dbb"}, "method='dbb': must be one of origin, dyrep"),
+        (
+            {"method": "bdd"},
+            "method='bdd' is unknown; valid are origin, repvgg, acnet, dbb, dbb7, mobileone, orepa, repnas",
+        ),
         ({"dataset": "mnist"}, "dataset='mnist': must be one of digits, cifar10, cifar100, folder"),
         ({"schedule": "step"}, "schedule='step': must be one of cosine, constant"),
         ({"crop": "centre"}, "crop='centre': must be one of none, pad, resized"),
@@ -166,8 +169,8 @@ def test_the_method_takes_its_length_and_seed_from_the_recipe():
 
 def test_the_folder_of_a_run_follows_from_the_recipe_unless_given():
     chosen = replace(recipe("digits"), seed=2, method="origin")
-    assert RunSettings().folder(chosen) == Path("runs/digits-origin-seed2")
-    assert RunSettings(out=Path("there")).folder(chosen) == Path("there")
+    assert RunSettings().folder(chosen.name, chosen.method, chosen.seed) == Path("runs/digits-origin-seed2")
+    assert RunSettings(out=Path("there")).folder(chosen.name, chosen.method, chosen.seed) == Path("there")
 
 
 UNUSUAL = Recipe(

@@ -107,16 +107,16 @@ def test_a_checkpoint_holds_everything_that_the_rest_of_the_run_depends_on(noisy
     assert (state["epoch"], state["step"], state["world"]) == (1, 4, 1)
     assert state["recipe"] == case.to_dict()
     assert state["structure"]["blocks"]
-    assert state["structure"] == state["dyrep"]["structure"]
-    names = [name for group in state["dyrep"]["optimizer"]["groups"] for name in group["params"]]
+    assert state["structure"] == state["controller"]["structure"]
+    names = [name for group in state["controller"]["optimizer"]["groups"] for name in group["params"]]
     assert set(names) <= set(state["model"])
-    assert all("momentum_buffer" in values for values in state["dyrep"]["optimizer"]["state"].values())
+    assert all("momentum_buffer" in values for values in state["controller"]["optimizer"]["state"].values())
     assert list(state["average"]) == list(state["model"])
     assert not torch.equal(state["average"]["0.weight"], state["model"]["0.weight"])
     assert state["scaler"] == {}
     assert [set(rank) for rank in state["random"]] == [{"torch", "cuda", "python", "numpy", "rest"}]
-    assert state["dyrep"]["scorer"]["counts"].tolist() == [4, 0]
-    assert state["dyrep"]["scorer"]["sums"].count_nonzero() > 0
+    assert state["controller"]["scorer"]["counts"].tolist() == [4, 0]
+    assert state["controller"]["scorer"]["sums"].count_nonzero() > 0
     loss, correct, examples, steps = state["sums"][0]["totals"].tolist()
     assert loss > 0
     assert 0 < correct <= examples == 4 * case.batch_size

@@ -146,7 +146,7 @@ def test_the_method_can_change_before_branches_have_grown(methods, tmp_path, mon
     before, after = (small_recipe(method=method) for method in methods)
     train_some(before, settings(tmp_path), 3, monkeypatch)
     momentum = {
-        "dyrep": lambda state: state["dyrep"]["optimizer"]["state"],
+        "dyrep": lambda state: state["controller"]["optimizer"]["state"],
         "origin": lambda state: state["optimizer"]["state"],
     }[before.method](checkpoints.read(tmp_path / checkpoints.LAST))
     trainer = make_trainer(after, tmp_path, change_settings=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import tyro
@@ -12,10 +14,16 @@ from dyrep.cli.parsing import parse
 from dyrep.config import DyRepConfig
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.recipes import RECIPES, recipe
+from dyrep.engine.rundir import RunDirectory
+from dyrep.engine.running import structure_of_run
 from dyrep.errors import ConfigError
+from dyrep.methods import RepNASConfig
 
 DEFAULT_RECIPE = "digits"
 _PRINT = tyro.conf.arg(help="show what would be trained, as JSON, and stop")
+_STRUCTURE = tyro.conf.arg(
+    metavar="RUN@EPOCH", help="train, with --method fixed, the structure that another run had after this epoch"
+)
 
 
 def parse_training(words: list[str]) -> tuple[Recipe, RunSettings] | None:
@@ -28,7 +36,8 @@ def parse_training(words: list[str]) -> tuple[Recipe, RunSettings] | None:
     given = parse(_flags(base), words, f"dyrep train {base.name}", description=about)
     chosen = _recipe(base, given)
     if given.print_config:
-        print(json.dumps({"recipe": chosen.to_dict(), "folder": str(given.run.folder(chosen))}, indent=2))
+        folder = given.run.folder(chosen.name, chosen.method, chosen.seed)
+        print(json.dumps({"recipe": chosen.to_dict(), "folder": str(folder)}, indent=2))
         return None
     return chosen, given.run
 
@@ -37,17 +46,19 @@ def _flags(base: Recipe) -> type:
     """A class whose fields are the flags of `dyrep train`, with a recipe's values as defaults.
 
     It is made from the classes of the settings, less what is not for the command line: a recipe's name, and those
-    settings of the method that follow from the recipe's own.
+    settings of the methods that follow from the recipe's own. A structure is given by the run that has it.
     """
     groups = {
-        "recipe": _without(Recipe, base, ("name", "dyrep")),
+        "recipe": _without(Recipe, base, ("name", "structure", "dyrep", "repnas")),
         "evolution": _without(DyRepConfig, base.dyrep, ("seed", "total")),
+        "search": _without(RepNASConfig, base.repnas, ("total",)),
         "run": RunSettings,
     }
     fields: list[Any] = [
         (name, Annotated[group, tyro.conf.OmitArgPrefixes], dataclasses.field(default=group()))
         for name, group in groups.items()
     ]
+    fields.append(("structure", Annotated[str | None, _STRUCTURE], dataclasses.field(default=None)))
     fields.append(("print_config", Annotated[bool, _PRINT], dataclasses.field(default=False)))
     return dataclasses.make_dataclass("Flags", fields)
 
@@ -65,9 +76,24 @@ def _without(cls: type, values: Any, hidden: tuple[str, ...]) -> type:
 
 
 def _recipe(base: Recipe, given: Any) -> Recipe:
-    own = {field.name: getattr(given.recipe, field.name) for field in dataclasses.fields(given.recipe)}
-    evolution = {field.name: getattr(given.evolution, field.name) for field in dataclasses.fields(given.evolution)}
+    own = _values(given.recipe)
+    if given.structure is not None:
+        own["method"] = "fixed" if own["method"] == base.method else own["method"]
+        own["structure"] = _structure(given.structure, given.run.folder(base.name, own["method"], own["seed"]))
+    own["dyrep"] = DyRepConfig(**_values(given.evolution))
+    own["repnas"] = RepNASConfig(**_values(given.search))
     try:
-        return Recipe(name=base.name, dyrep=DyRepConfig(**evolution), **own)
+        return Recipe(name=base.name, **own)
     except TypeError as error:
         raise ConfigError(str(error)) from error
+
+
+def _values(group: Any) -> dict[str, Any]:
+    return {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
+
+
+def _structure(reference: str, folder: Path) -> Mapping[str, Any]:
+    """The structure of another run; a run that has been started with it goes on with what it started with."""
+    run = RunDirectory(folder)
+    started = run.recipe().structure if run.exists else None
+    return started if started is not None and started.get("source") == reference else structure_of_run(reference)

@@ -9,12 +9,13 @@ from typing import Any, Literal, get_args
 
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError
+from dyrep.methods import RepNASConfig, dyrep_settings, method
 
-Method = Literal["origin", "dyrep"]
 Dataset = Literal["digits", "cifar10", "cifar100", "folder"]
 Crop = Literal["none", "pad", "resized"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Replace = Literal["conv", "conv+norm"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,9 @@ class Recipe:
 
     Attributes:
         name: what the recipe is called.
-        method: "origin" trains the plain network, "dyrep" evolves it.
+        method: what is made of the network for training: origin (nothing), repvgg, acnet, dbb, dbb7, mobileone, orepa
+            (blocks from the start), repnas (a search), fixed (the blocks of --structure), dyrep (grows and sheds them).
+            Variants: dyrep4 grows DBB's operations alone, dyrep-nodep never cuts, dyrep-40 stops after epoch 40.
         model: a network of dyrep.models, "timm:NAME", "torchvision:NAME", or "package.module:function" of your own.
         dataset: which data; "folder" is train/CLASS/*.jpg and val/CLASS/*.jpg.
         image_size: side of the images (default: as the data set has them).
@@ -54,11 +57,18 @@ class Recipe:
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         weights: file with initial weights of the plain network, loaded strictly.
         seed: of everything random.
-        dyrep: how the structure evolves. Its total and seed follow from the recipe's own.
+        replace: whether blocks made before training take the place of the convolution, or of the batch norm after it
+            too (default: as their authors published them).
+        copies: KxK kernels in a block of mobileone.
+        max_kernel: larger kernels than this get no block before training (they may in dyrep).
+        structure: blocks for the method fixed, as `dyrep.structure` describes them.
+        dyrep: how the structure evolves. Its total and seed follow from the recipe's own; include and exclude hold for
+            every method.
+        repnas: how the structure is searched. Its total follows from the recipe's own.
     """
 
     name: str = "custom"
-    method: Method = "dyrep"
+    method: str = "dyrep"
     model: str = "small_vgg"
     dataset: Dataset = "digits"
     image_size: int | None = None
@@ -87,11 +97,16 @@ class Recipe:
     eval_every: int = 1
     weights: str | None = None
     seed: int = 0
+    replace: Replace | None = None
+    copies: int = 4
+    max_kernel: int | None = 5
+    structure: Mapping[str, Any] | None = None
     dyrep: DyRepConfig = field(default_factory=DyRepConfig)
+    repnas: RepNASConfig = field(default_factory=RepNASConfig)
 
     def __post_init__(self) -> None:
+        chosen = method(self.method)
         for name, literal in (
-            ("method", Method),
             ("dataset", Dataset),
             ("schedule", Schedule),
             ("crop", Crop),
@@ -99,7 +114,8 @@ class Recipe:
         ):
             valid = get_args(literal)
             _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
-        for name in ("epochs", "batch_size", "eval_every"):
+        _require("replace", self.replace, "conv or conv+norm", self.replace in (None, *get_args(Replace)))
+        for name in ("epochs", "batch_size", "eval_every", "copies"):
             _require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
         for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
             _require(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
@@ -112,18 +128,26 @@ class Recipe:
         _require("warmup_epochs", self.warmup_epochs, f"below epochs={self.epochs}", self.warmup_epochs < self.epochs)
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum above 0")
-        if self.method == "dyrep":
+        if (chosen.name == "fixed") != (self.structure is not None):
+            raise ConfigError("method=fixed and a structure belong together: give --method fixed --structure RUN@EPOCH")
+        if chosen.name == "dyrep":
             self.evolution()
+        elif chosen.name == "repnas":
+            self.search()
 
     def evolution(self) -> DyRepConfig:
-        """The settings of the method for a run of this length and seed."""
+        """The settings of DyRep for a run of this method, length and seed."""
         total = self.epochs if self.dyrep.unit == "epoch" else self.dyrep.total
-        return replace(self.dyrep, total=total, seed=self.seed)
+        return dyrep_settings(self.method, replace(self.dyrep, total=total, seed=self.seed))
+
+    def search(self) -> RepNASConfig:
+        """The settings of RepNAS for a run of this length."""
+        return replace(self.repnas, total=self.epochs)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON-able data."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**values, "dyrep": self.dyrep.to_dict()}
+        return {**values, "dyrep": self.dyrep.to_dict(), "repnas": self.repnas.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
@@ -132,7 +156,11 @@ class Recipe:
         unknown = sorted(set(data) - known)
         if unknown:
             raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
-        return cls(**{**data, "dyrep": DyRepConfig.from_dict(data.get("dyrep", {}))})
+        settings = {
+            "dyrep": DyRepConfig.from_dict(data.get("dyrep", {})),
+            "repnas": RepNASConfig.from_dict(data.get("repnas", {})),
+        }
+        return cls(**{**data, **settings})
 
     def differences(self, other: Recipe) -> list[str]:
         """What differs in another recipe, in words."""
@@ -180,9 +208,9 @@ class RunSettings:
         _require("workers", self.workers, "at least 0", self.workers is None or self.workers >= 0)
         _require("stop_after", stop, "at least 1", stop is None or stop >= 1)
 
-    def folder(self, recipe: Recipe) -> Path:
-        """The folder of the run."""
-        return self.out or Path("runs") / f"{recipe.name}-{recipe.method}-seed{recipe.seed}"
+    def folder(self, recipe: str, method: str, seed: int) -> Path:
+        """The folder of a run of this recipe, method and seed."""
+        return self.out or Path("runs") / f"{recipe}-{method}-seed{seed}"
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

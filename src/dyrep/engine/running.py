@@ -18,9 +18,10 @@ from dyrep.engine.setup import make_model
 from dyrep.engine.signals import StopRequest, stop_request
 from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World, joined_world
-from dyrep.errors import CheckpointError
+from dyrep.errors import CheckpointError, ConfigError
+from dyrep.events import read_events
 from dyrep.surgery.folding import deploy, verify
-from dyrep.surgery.structure import restructure_
+from dyrep.surgery.structure import restructure_, structure
 
 PLAIN = "plain.safetensors"
 SUMMARY = "summary.json"
@@ -60,7 +61,7 @@ def train(recipe: Recipe, settings: RunSettings) -> dict[str, Any]:
 def _train(
     recipe: Recipe, settings: RunSettings, world: World, reporter: Reporter, stop: StopRequest
 ) -> dict[str, Any]:
-    run = RunDirectory(settings.folder(recipe))
+    run = RunDirectory(settings.folder(recipe.name, recipe.method, recipe.seed))
     resuming = _check_folder(run, settings)
     if resuming and (run.path / SUMMARY).exists():
         summary = run.read_json(SUMMARY)
@@ -146,6 +147,7 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         "parameters_plain": sum(p.numel() for p in plain.parameters()),
         "hardware": hardware(),
         "processes": world.size,
+        "structure": structure(trainer.evaluated),
         "seconds": round(trainer.seconds, 1),
     }
     if rows:
@@ -198,3 +200,28 @@ def load_run(path: Path, which: str = "last") -> tuple[nn.Module, dict[str, Any]
     restructure_(model, state["structure"], generator=torch.Generator())
     model.load_state_dict(state["model"])
     return model.eval(), state
+
+
+def structure_of_run(reference: str) -> dict[str, Any]:
+    """The structure of a run's network, for `Recipe.structure`: ``RUN@EPOCH``, or ``RUN`` for the last one.
+
+    Raises:
+        CheckpointError: there is no such run.
+        ConfigError: at that epoch the network was plain, or had not been trained so far.
+    """
+    folder, at, number = reference.rpartition("@")
+    if at and not number.isdigit():
+        raise ConfigError(f"structure={reference!r}: after the @ comes the number of an epoch, as in runs/x@40")
+    run = RunDirectory(folder if at else reference)
+    state = run.model_state()
+    found, epoch = state["structure"], int(number) if at else state["epoch"]
+    if epoch > state["epoch"]:
+        raise ConfigError(f"structure={reference!r}: the run has been trained for {state['epoch']} epochs so far")
+    if epoch < state["epoch"]:
+        events = [event for event in read_events(run.path / "events.jsonl") if event["type"] == "update"]
+        if events:  # a method that never updates has the same structure throughout
+            earlier = [event["structure"] for event in events if event["epoch"] <= epoch]
+            found = earlier[-1] if earlier else {"format": found["format"], "blocks": {}}
+    if not found["blocks"]:
+        raise ConfigError(f"structure={reference!r}: at epoch {epoch} the network has no branches")
+    return {**found, "source": reference}

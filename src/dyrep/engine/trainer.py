@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,6 +14,7 @@ from dyrep.controller import DyRep
 from dyrep.engine.averages import WeightAverage
 from dyrep.engine.divergence import DivergedError, all_finite, find_origin
 from dyrep.engine.evaluate import evaluate
+from dyrep.engine.evolving import convert_model_, make_controller
 from dyrep.engine.precision import computing_in, make_precision
 from dyrep.engine.progress import Curves, Reporter, Status
 from dyrep.engine.randomness import random_state, restore_random_state, seed_everything
@@ -34,6 +34,8 @@ from dyrep.engine.step import Totals, TrainStep
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
+from dyrep.methods import method
+from dyrep.norm import sync_norms_
 from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
@@ -57,7 +59,7 @@ class Trainer:
     Attributes:
         model: the bare model.
         data: the loaders.
-        controller: evolves the model; None for the plain method.
+        controller: changes the model's structure; None for methods that never do.
         epoch: epochs completed.
         step: steps of the current epoch completed.
         stopped: whether the run ended because somebody asked for it.
@@ -86,10 +88,12 @@ class Trainer:
         self.data = make_data(recipe, settings, world)
         seed_everything(recipe.seed, "weights")
         self.model = make_model(recipe, classes=len(self.data.classes), channels=self.data.channels)
+        image = torch.zeros(1, self.data.channels, self.data.size, self.data.size)
+        converted = convert_model_(self.model, recipe, image)
         if recipe.sync_norms:
             if world.device.type != "cuda":
                 raise ConfigError("--sync-norms needs GPUs: torch synchronises batch norms there alone")
-            self.model = nn.SyncBatchNorm.convert_sync_batchnorm(self.model)
+            self.model = sync_norms_(nn.SyncBatchNorm.convert_sync_batchnorm(self.model))
         channels_last = uses_channels_last(settings, world.device)
         layout = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(world.device).to(memory_format=layout)
@@ -99,7 +103,10 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(world.device.type, enabled=self._precision == torch.float16)
         trained = self._wrapped()
         self._log = EventLog()  # in memory until it is sure that this run goes on
-        self.controller = self._make_controller(trained) if recipe.method == "dyrep" else None
+        averages = [] if self.average is None else [self.average.module]
+        self.controller = make_controller(recipe, trained, self.optimizer, averages, self._log)
+        if converted:
+            self._log.write("converted", method=recipe.method, edits=[edit.as_dict() for edit in converted])
         graph, reason = uses_graph(settings, world)
         if reason:
             reporter.message(reason)
@@ -157,7 +164,7 @@ class Trainer:
             set_learning_rate_(self.optimizer, learning_rate(self.recipe, progress))
             self._train_on(raw)
             self.step += 1
-            if self.controller is not None and self.recipe.dyrep.unit == "step":
+            if isinstance(self.controller, DyRep) and self.recipe.dyrep.unit == "step":
                 self._announce(self._evolve(after_epoch=False))
             self._look_now_and_then()
             if self.step < loader.steps and (self.world.size == 1 or self.step % AGREE_STEPS == 0):
@@ -228,14 +235,6 @@ class Trainer:
         return self.model if self.average is None else self.average.module
 
     # -- structure ----------------------------------------------------------------------------------------------
-
-    def _make_controller(self, model: nn.Module) -> DyRep:
-        def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-            logits = model(batch[0]).float()
-            return F.cross_entropy(logits, batch[1], label_smoothing=self.recipe.label_smoothing)
-
-        averages = [] if self.average is None else [self.average.module]
-        return DyRep(model, self.optimizer, self.recipe.evolution(), loss=loss, ema=averages, log=self._log)
 
     def _evolve(self, *, after_epoch: bool) -> list[Edit]:
         """Let the controller update the structure if that is due, in the precision the model trains in."""
@@ -336,7 +335,7 @@ class Trainer:
             "epoch": self.epoch,
             "step": self.step,
             "seconds": self.seconds,
-            "dyrep": None if controller is None else controller.state_dict(),
+            "controller": None if controller is None else controller.state_dict(),
             "optimizer": state_by_name(self.optimizer, self.model) if controller is None else None,
             "model": self.model.state_dict(),
             "average": None if self.average is None else self.average.state_dict(),
@@ -365,11 +364,12 @@ class Trainer:
         """
         state = self.run.checkpoints.load(fallback=self.settings.fallback)
         self._check_same_run(state)
-        if self.controller is None or state["dyrep"] is None:
-            saved = state["optimizer"] or state["dyrep"]["optimizer"]
+        controlled = state.get("controller", state.get("dyrep"))  # what it was called at first
+        if self.controller is None or controlled is None:
+            saved = state["optimizer"] if controlled is None else controlled["optimizer"]
             load_state_by_name_(self.optimizer, self.model, saved)
         else:
-            self.controller.load_state_dict(state["dyrep"])
+            self.controller.load_state_dict(controlled)
         suit_device_(self.optimizer, self.world.device)
         try:
             self.model.load_state_dict(state["model"])
@@ -412,9 +412,11 @@ class Trainer:
                 f"the run in {self.run.path} was started with other settings ({'; '.join(changes)}): give the same "
                 "ones, another --out, or --change-settings to go on with the new ones"
             )
-        if self.controller is None and state["structure"]["blocks"]:
+        evolves = self.controller is not None and method(saved.method) is method(self.recipe.method)
+        if not evolves and state["structure"] != structure(self.model):
+            has = "has other branches" if structure(self.model)["blocks"] else "has branches already"
             raise CheckpointError(
-                f"the model in {self.run.path} has branches already, so --method origin cannot continue it"
+                f"the model in {self.run.path} {has}, so --method {self.recipe.method} cannot continue it"
             )
 
     @property

@@ -46,7 +46,7 @@ class RepNASConfig:
         (15, 50)
     """
 
-    total: int
+    total: int = 150
     keep: float = 0.34
     random_share: float = 0.1
     search_share: float = 1 / 3

@@ -49,11 +49,12 @@ class Blueprint:
     def of(cls, block: RepConv, norm_names: Mapping[int, str]) -> Blueprint:
         """Describe a block; ``norm_names`` has the names of the model's norms by their id."""
         branches = block.branch_modules()
+        norms = [block.origin_norm, *(branch.norm for branch in branches.values())]
         return cls(
             branches=tuple(branches),
             origin_norm=block.origin_norm is not None,
             width=max((branch.width for branch in branches.values()), default=1),
-            scaling=next((branch.norm.kind for branch in branches.values()), "norm"),
+            scaling=next((norm.kind for norm in norms if norm is not None), "norm"),
             replaces=None if block.passed_norm is None else norm_names.get(id(block.passed_norm)),
             origin=not block.origin_off,
         )
@@ -74,7 +75,7 @@ class Blueprint:
         if not isinstance(branches, list) or not all(isinstance(b, str) and is_branch(b) for b in branches):
             raise StructureError(f"layer {layer!r}: branches must be a list from {branch_list()}, got {branches!r}")
         plan = cls(**{**data, "branches": tuple(branches)})
-        if not plan.branches:
+        if not plan.branches and not plan.origin_norm:
             raise StructureError(f"layer {layer!r}: a block needs at least one branch; leave plain layers out")
         if not isinstance(plan.width, int) or plan.width < 1:
             raise StructureError(f"layer {layer!r}: width must be a positive whole number, got {plan.width!r}")

@@ -264,6 +264,8 @@ def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None)
 def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
     branches = [branches] if isinstance(branches, str) else branches
     present = list(conv.branches) if isinstance(conv, RepConv) else []
+    if branches is None and isinstance(conv, RepConv) and conv.origin_norm is not None:
+        return present  # of a block that may consist of a norm alone
     if not present:
         raise BranchError(f"layer {name!r} has no branches to cut")
     assert isinstance(conv, RepConv)

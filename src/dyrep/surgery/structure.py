@@ -158,7 +158,7 @@ def _plans(model: nn.Module) -> dict[str, Blueprint]:
     return {
         name: Blueprint.of(module, names)
         for name, module in model.named_modules()
-        if isinstance(module, RepConv) and module.branches
+        if isinstance(module, RepConv) and (module.branches or module.origin_norm is not None)
     }
 
 
@@ -172,13 +172,14 @@ def _reshape_(
     generator: torch.Generator | None,
 ) -> None:
     """Give one convolution the branches it should have."""
-    has = _branch_names(model.get_submodule(name))
+    before = model.get_submodule(name)
+    has = _branch_names(before)
     surplus = [branch for branch in has if branch not in plan.branches]
-    if not set(plan.branches) <= set(has):
-        conv = model.get_submodule(name)
-        require_eligible(model, {name: conv})
+    lacks_norm = plan.origin_norm and getattr(before, "origin_norm", None) is None
+    if lacks_norm or not set(plan.branches) <= set(has):
+        require_eligible(model, {name: before})
         if optimizer is not None:
-            check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
+            check_holds(optimizer, name, before.weight)  # type: ignore[arg-type]
         try:
             assemble_(model, name, plan, gamma=gamma, optimizer=optimizer, generator=generator)
         except BranchError as error:

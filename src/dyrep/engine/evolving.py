@@ -1,0 +1,67 @@
+"""What a recipe's method makes of a network: blocks before training, and something that changes them during it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dyrep.controller import DyRep
+from dyrep.engine.recipe import Recipe
+from dyrep.errors import ConfigError
+from dyrep.events import EventLog
+from dyrep.methods import RepNAS, convert_, method
+from dyrep.surgery.edits import Edit
+
+Controller: TypeAlias = DyRep | RepNAS
+
+
+def convert_model_(model: nn.Module, recipe: Recipe, image: Tensor) -> list[Edit]:
+    """Turn a plain network into that of the recipe's method, as far as that is done before training.
+
+    Args:
+        model: the network, on the CPU.
+        recipe: what is trained.
+        image: one image of the right shape, to run the network on.
+    """
+    chosen = method(recipe.method)
+    if chosen.name == "dyrep":
+        return []
+    preserve = recipe.weights is not None and chosen.builds_blocks
+    if preserve and chosen.scaling == "linear":
+        raise ConfigError(
+            f"method={recipe.method} cannot start from weights={recipe.weights}: its branches begin at full strength "
+            "and would change what the network computes; leave --weights out, or choose another method"
+        )
+    return convert_(
+        model,
+        recipe.method,
+        example_input=image,
+        replace=recipe.replace,
+        preserve=preserve,
+        gamma=recipe.dyrep.gamma if preserve or chosen.name == "fixed" else None,
+        copies=recipe.copies,
+        max_kernel=recipe.max_kernel,
+        include=recipe.dyrep.include,
+        exclude=recipe.dyrep.exclude,
+        structure=recipe.structure,
+    )
+
+
+def make_controller(
+    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[nn.Module], log: EventLog
+) -> Controller | None:
+    """What changes the network during training, if its method does that."""
+    chosen = method(recipe.method)
+    if chosen.name == "repnas":
+        return RepNAS(model, optimizer, recipe.search(), ema=averages, log=log)
+    if chosen.name != "dyrep":
+        return None
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits = model(batch[0]).float()
+        return F.cross_entropy(logits, batch[1], label_smoothing=recipe.label_smoothing)
+
+    return DyRep(model, optimizer, recipe.evolution(), loss=loss, ema=averages, log=log)

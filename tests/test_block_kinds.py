@@ -1,0 +1,515 @@
+"""Blocks of other methods: without norms, in place of the norm that follows, and without the original kernel."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch import Tensor, nn
+
+import dyrep
+from dyrep.block import RepConv, as_block_, as_plain_, branch_for, origin_scaling_for
+from dyrep.branches import BRANCHES
+from dyrep.errors import BranchError, IneligibleLayerError, StructureError
+from dyrep.norm import BranchNorm
+from dyrep.passing import PassedNorm
+from dyrep.scaling import ChannelScale
+from strategies import CONVS, PADDING_MODES, conv_cases, possible_branches, randomize_norms_, relative_error
+
+RELATIVES = ("KxK-2", "1x1-DCT", "DW-1x1")
+CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+every_ndim = pytest.mark.parametrize("ndim", [1, 2, 3])
+with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+either_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+def images(dtype: torch.dtype = torch.float64, batch: int = 3) -> Tensor:
+    return torch.randn(batch, 4, 6, 5, dtype=dtype) * 1.3 + 0.4
+
+
+@torch.no_grad()
+def randomize_(module: nn.Module) -> None:
+    """Like `randomize_norms_`, for scales too."""
+    randomize_norms_(module)
+    for scale in module.modules():
+        if isinstance(scale, ChannelScale):
+            scale.weight.copy_(torch.randn(scale.weight.shape, dtype=torch.float64))
+
+
+def linear_block(conv: nn.Module, names: tuple[str, ...] | None = None, origin_scale: bool = True) -> RepConv:
+    """A convolution with branches that have a scale and no norm."""
+    block = as_block_(conv)
+    names = (*possible_branches(conv), *RELATIVES) if names is None else names
+    block.set_branches_({name: branch_for(block, name, scaling="linear") for name in names})
+    if origin_scale:
+        block.origin_norm = origin_scaling_for(block, "linear")
+    randomize_(block)
+    return block
+
+
+def pad(x: Tensor, block: RepConv) -> Tensor:
+    """What a convolution without padding has to read to give the same."""
+    amounts = []
+    for size, distance, padding in zip(block.kernel_size, block.dilation, block.geometry.pads, strict=True):
+        reach = distance * (size - 1)
+        amounts.append((reach // 2, reach - reach // 2) if block.padding == "same" else padding)
+    mode = "constant" if block.padding_mode == "zeros" else block.padding_mode
+    return F.pad(x, [amount for pair in reversed(amounts) for amount in pair], mode=mode)
+
+
+def one_by_one(block: RepConv, x: Tensor) -> Tensor:
+    """The origin, run by torch, and every branch, run by itself, added up."""
+    ndim = len(block.kernel_size)
+    padded = pad(x, block)
+    y = CONV[ndim](padded, block.weight, block.bias, block.stride, 0, block.dilation, block.groups)
+    if block.origin_norm is not None:
+        y = y * block.origin_norm.weight.reshape(1, -1, *(1,) * ndim)
+    prepadded = block.geometry.needs_prepadding
+    return y + sum(branch(padded if prepadded else x) for branch in block.branches.values())
+
+
+# Blocks without norms ----------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(conv_cases())
+def test_a_linear_block_is_the_sum_of_its_branches_in_training_and_eval_with_the_same_gradients(case):
+    conv, x = case.conv(), case.input().requires_grad_()
+    block = linear_block(conv)
+    assert block.is_linear
+    expected = one_by_one(block, x)
+    weights = torch.randn_like(expected)
+    wanted = [x, *block.parameters()]
+    theirs = torch.autograd.grad((expected * weights).sum(), wanted)
+    scale = expected.abs().max()
+    for training in (True, False):
+        y = block.train(training)(x)
+        assert (y - expected).abs().max() <= 1e-10 * max(scale, 1)
+        mine = torch.autograd.grad((y * weights).sum(), wanted)
+        for actual, reference in zip(mine, theirs, strict=True):
+            assert (actual - reference).abs().max() <= 1e-10 * max(reference.abs().max(), 1)
+
+
+@either_mode
+def test_a_linear_block_runs_a_single_convolution(training, monkeypatch):
+    block, x = linear_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).train(training), images()
+    calls = []
+    original = nn.Conv2d._conv_forward
+
+    def counting(self, *args):
+        calls.append(self)
+        return original(self, *args)
+
+    def forbidden(*_):
+        raise AssertionError("a branch ran by itself")
+
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", counting)
+    for branch in block.branches.values():
+        branch.register_forward_hook(forbidden)
+    block(x)
+    assert calls == [block]
+
+
+@every_ndim
+@either_mode
+@pytest.mark.parametrize("mode", PADDING_MODES)
+def test_a_linear_block_takes_a_single_image_without_batch_dimension(ndim, training, mode):
+    conv = CONVS[ndim - 1](2, 2, 3, padding=1, padding_mode=mode, dtype=torch.float64)
+    block = linear_block(conv).train(training)
+    x = torch.randn(2, *(4,) * ndim, dtype=torch.float64)
+    assert relative_error(block(x), one_by_one(block, x.unsqueeze(0))[0]) <= 1e-10
+
+
+@with_and_without_bias
+def test_a_linear_block_becomes_plain_again_with_the_same_function(bias):
+    block, x = linear_block(nn.Conv2d(4, 4, 3, padding=1, bias=bias, dtype=torch.float64)), images()
+    expected, weight = one_by_one(block, x).detach(), block.weight
+    fused = block.fuse()
+    assert type(fused) is nn.Conv2d
+    assert (fused.bias is not None) == bias
+    assert relative_error(fused(x), expected) <= 1e-10
+    plain = as_plain_(block)
+    assert plain.weight is weight
+    assert list(plain.state_dict()) == (["weight", "bias"] if bias else ["weight"])
+    assert relative_error(plain(x), expected) <= 1e-10
+
+
+@with_and_without_bias
+def test_setting_the_origin_of_a_linear_block_is_exact_where_its_scale_is_nearly_zero(bias):
+    block = linear_block(nn.Conv2d(4, 4, 3, padding=1, bias=bias, dtype=torch.float64), names=())
+    with torch.no_grad():
+        block.origin_norm.weight.copy_(torch.tensor([0.0, 1e-7, -5e-5, 0.8]))
+    kernel = torch.randn(4, 4, 3, 3, dtype=torch.float64)
+    shift = torch.randn(4, dtype=torch.float64) if bias else None
+    block.set_origin_(kernel, shift)
+    x = images()
+    assert relative_error(block(x), F.conv2d(x, kernel, shift, padding=1)) <= 1e-10
+    assert float(block.origin_norm.weight[3]) == 0.8
+
+
+def test_one_norm_is_enough_for_a_block_not_to_be_linear():
+    block = linear_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64), ("1x1", "residual"))
+    assert block.is_linear
+    block.origin_norm = BranchNorm(4, shift=True, dtype=torch.float64)
+    assert not block.is_linear
+    block.origin_norm = None
+    assert block.is_linear
+    block.set_branches_({**block.branch_modules(), "1xK": branch_for(block, "1xK")})
+    assert not block.is_linear
+
+
+def test_norms_inside_a_branch_of_a_linear_block_are_not_passed_over_in_training():
+    model = nn.Sequential(linear_block(nn.Conv2d(4, 4, 3, padding=1, bias=False), ("1x1-KxK", "1x1")))
+    inner = model[0].branches["1x1-KxK"].conv
+    dyrep.expand_(model, "0.branches.1x1-KxK.conv", ["1x1"])
+    before = inner.branches["1x1"].norm.running_var.clone()
+    model.train()(images(torch.float32))
+    assert not torch.equal(inner.branches["1x1"].norm.running_var, before)
+
+
+@either_mode
+def test_a_compiled_linear_block_equals_eager_without_a_graph_break(training):
+    torch._dynamo.reset()
+    block, x = linear_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).train(training), images()
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    assert relative_error(compiled(x), block(x)) <= 1e-12
+
+
+def test_a_linear_block_under_autocast_answers_in_the_dtype_of_its_convolution():
+    block, x = linear_block(nn.Conv2d(4, 4, 3, padding=1)), images(torch.float32)
+    expected = block(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = block(x)
+    assert y.dtype == torch.bfloat16
+    assert relative_error(y, expected) <= 8 * torch.finfo(torch.bfloat16).eps
+    y.float().square().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in block.parameters())
+
+
+# Blocks in place of a norm -----------------------------------------------------------------------------------------
+
+REPLACING = (*BRANCHES, *RELATIVES)
+
+
+def plain_net(bias: bool, eps: float = 1e-3) -> nn.Sequential:
+    """A convolution and a batch norm that has been trained."""
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, padding=1, bias=bias, dtype=torch.float64), nn.BatchNorm2d(4, eps=eps, dtype=torch.float64)
+    )
+    with torch.no_grad():
+        model[1].weight.uniform_(0.5, 1.5)
+        model[1].bias.normal_()
+        model[1].running_mean.normal_()
+        model[1].running_var.uniform_(0.3, 2)
+    return model
+
+
+def replacing_net(bias: bool, names: tuple[str, ...] = REPLACING, scaling: str = "norm") -> nn.Sequential:
+    """The same, with a block in place of both."""
+    model = plain_net(bias)
+    block = as_block_(model[0])
+    block.replace_norm_(model[1])
+    block.set_branches_({name: branch_for(block, name, scaling=scaling) for name in names})
+    block.origin_norm = origin_scaling_for(block, scaling)
+    randomize_(block)
+    return model
+
+
+def batch_norm(y: Tensor, norm: BranchNorm) -> Tensor:
+    mean, var = norm.running_mean.clone(), norm.running_var.clone()
+    return F.batch_norm(y, mean, var, norm.weight, norm.bias, norm.training, 0.1, 1e-5)
+
+
+def by_hand(block: RepConv, x: Tensor) -> Tensor:
+    """Every branch's map as torch runs it, through torch's batch norm, added up; the branches are 3x3, padding 1."""
+
+    def inner(branch: nn.Module) -> Tensor:
+        norm = branch.inner_norm
+        y = F.conv2d(x, branch.point.weight)
+        var = y.var((0, 2, 3), correction=0) if norm.training else norm.running_var
+        return y * (norm.weight / (var + 1e-5).sqrt()).reshape(1, -1, 1, 1)
+
+    maps = {
+        "1x1": lambda b: F.conv2d(x, b.conv.weight),
+        "1x1-KxK": lambda b: F.conv2d(inner(b), b.conv.weight, padding=1),
+        "1x1-AVG": lambda b: F.conv2d(F.avg_pool2d(x, 3, 1, 1), b.point.weight),
+        "1xK": lambda b: F.conv2d(x, b.conv.weight, padding=(0, 1)),
+        "Kx1": lambda b: F.conv2d(x, b.conv.weight, padding=(1, 0)),
+        "residual": lambda b: x,
+        "KxK-2": lambda b: F.conv2d(x, b.conv.weight, padding=1),
+        "1x1-DCT": lambda b: F.conv2d(F.conv2d(x, b.point.weight), b.filters.unsqueeze(1), padding=1, groups=4),
+        "DW-1x1": lambda b: F.conv2d(F.conv2d(x, b.depthwise.weight, padding=1, groups=4), b.point.weight),
+    }
+    y = 0
+    if not block.origin_off:
+        y = batch_norm(F.conv2d(x, block.weight, block.bias, padding=1), block.origin_norm)
+    for name, branch in block.branches.items():
+        y = y + batch_norm(maps[name](branch), branch.norm)
+    return y
+
+
+@with_and_without_bias
+@either_mode
+def test_a_block_in_place_of_a_norm_is_the_sum_of_batch_norms_of_its_branches(bias, training):
+    model, x = replacing_net(bias).train(training), images()
+    expected = by_hand(model[0], x)
+    assert relative_error(model(x), expected) <= 1e-10
+    assert all(branch.norm.bias is not None for branch in model[0].branches.values())
+
+
+@with_and_without_bias
+def test_kernel_and_bias_of_a_block_in_place_of_a_norm_are_its_eval_function(bias):
+    model, x = replacing_net(bias).eval(), images()
+    kernel, shift = model[0].folded()
+    assert relative_error(F.conv2d(x, kernel, shift, padding=1), by_hand(model[0], x)) <= 1e-10
+
+
+@with_and_without_bias
+def test_fuse_gives_a_convolution_with_a_bias_and_leaves_block_and_norm_alone(bias):
+    model, x = replacing_net(bias).eval(), images()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    fused = model[0].fuse()
+    assert type(fused) is nn.Conv2d
+    assert list(fused.state_dict()) == ["weight", "bias"]
+    assert set(vars(fused)) == set(vars(nn.Conv2d(4, 4, 3)))
+    assert fused.bias.requires_grad
+    assert relative_error(fused(x), by_hand(model[0], x)) <= 1e-10
+    assert isinstance(model[0], RepConv)
+    assert type(model[1]) is PassedNorm
+    assert (model[0].bias is not None) == bias
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+
+
+@with_and_without_bias
+def test_becoming_plain_again_brings_the_norm_back_with_the_same_eval_function(bias):
+    model, x = replacing_net(bias), images()
+    for _ in range(3):
+        model(images())
+    model.eval()
+    expected = by_hand(model[0], x).detach()
+    weight, norm = model[0].weight, model[1]
+    as_plain_(model[0])
+    assert model[0].weight is weight
+    assert model[1] is norm
+    assert [type(module) for module in model] == [nn.Conv2d, nn.BatchNorm2d]
+    reference = plain_net(bias).eval()
+    assert [set(vars(module)) for module in model] == [set(vars(module)) for module in reference]
+    assert relative_error(model(x), expected) <= 1e-10
+    reference.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(reference(x), model(x))
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_after_becoming_plain_training_starts_from_nearly_the_same_function():
+    model = replacing_net(bias=False, names=("1x1", "residual"))
+    x = images(batch=256)
+    for _ in range(100):
+        model(x)
+    trained = model(x).detach()
+    as_plain_(model[0])
+    assert relative_error(model.train()(x), trained) <= 0.01
+
+
+@with_and_without_bias
+def test_a_block_and_its_norm_are_copied_together(bias):
+    model, x = replacing_net(bias).eval(), images()
+    twin = copy.deepcopy(model)
+    assert twin[0].passed_norm is twin[1]
+    assert model[0].passed_norm is model[1]
+    expected = model(x).detach()
+    dyrep.deploy(twin, inplace=True)
+    assert relative_error(twin(x), expected) <= 1e-10
+    assert type(model[1]) is PassedNorm
+    assert torch.equal(model(x), expected)
+
+
+def test_the_norm_whose_place_it_takes_is_not_a_child_of_the_block():
+    model = replacing_net(bias=False)
+    assert not any(isinstance(module, PassedNorm) for module in model[0].modules())
+    assert model[0].passed_norm is model[1]
+
+
+def test_a_norm_that_cannot_step_aside_is_refused():
+    block = as_block_(nn.Conv2d(4, 4, 3))
+    with pytest.raises(IneligibleLayerError, match="GroupNorm is not one of torch's batch norms"):
+        block.replace_norm_(nn.GroupNorm(1, 4))
+    assert block.passed_norm is None
+    assert not block.has_shift or block.bias is not None
+
+
+@with_and_without_bias
+def test_setting_the_origin_of_a_block_in_place_of_a_norm_is_exact_where_gamma_is_nearly_zero(bias):
+    model = replacing_net(bias, names=()).eval()
+    block, x = model[0], images()
+    with torch.no_grad():
+        block.origin_norm.weight.copy_(torch.tensor([0.0, 1e-7, -5e-5, 0.8]))
+    kernel, shift = torch.randn(4, 4, 3, 3, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    weight = block.weight
+    block.set_origin_(kernel, shift)
+    assert block.weight is weight
+    assert (block.bias is not None) == bias
+    y, expected = block(x), F.conv2d(x, kernel, shift, padding=1)
+    for channel in range(4):
+        assert relative_error(y[:, channel], expected[:, channel]) <= 1e-10
+
+
+@with_and_without_bias
+@pytest.mark.parametrize("cut", [("1x1",), ("residual", "1x1-KxK"), REPLACING[:-1]], ids=["one", "two", "all but one"])
+def test_a_partial_cut_of_a_block_in_place_of_a_norm_keeps_the_eval_function(bias, cut):
+    model, x = replacing_net(bias).eval(), images()
+    expected = by_hand(model[0], x).detach()
+    dyrep.cut_(model, "0", list(cut))
+    assert list(model[0].branches) == [name for name in REPLACING if name not in cut]
+    assert relative_error(by_hand(model[0], x), expected) <= 1e-10
+    assert relative_error(model(x), expected) <= 1e-10
+    dyrep.cut_(model, "0")
+    assert [type(module) for module in model] == [nn.Conv2d, nn.BatchNorm2d]
+    assert relative_error(model(x), expected) <= 1e-10
+
+
+def test_searched_blocks_fold_only_what_is_open():
+    model, x = replacing_net(bias=False, scaling="gated").eval(), images()
+    whole = by_hand(model[0], x)
+    assert relative_error(model(x), whole) <= 1e-10
+    for name, branch in model[0].branches.items():
+        branch.norm.gate.fill_(float(name in ("1x1", "KxK-2")))
+    y = model(x)
+    assert relative_error(y, whole) > 0.01
+    block = copy.deepcopy(model[0])
+    block.set_branches_({name: block.branch_modules()[name] for name in ("1x1", "KxK-2")})
+    assert relative_error(y, by_hand(block, x)) <= 1e-10
+    assert relative_error(dyrep.deploy(model)(x), y) <= 1e-10
+
+
+# Blocks without the original kernel --------------------------------------------------------------------------------
+
+
+@with_and_without_bias
+@either_mode
+def test_without_the_original_kernel_only_the_branches_are_left(bias, training):
+    model, x = replacing_net(bias).train(training), images()
+    model[0].switch_origin_off_()
+    assert model[0].origin_off
+    assert relative_error(model(x), by_hand(model[0], x)) <= 1e-10
+
+
+@with_and_without_bias
+def test_without_the_original_kernel_folding_gives_the_branches_alone(bias):
+    model, x = replacing_net(bias).eval(), images()
+    model[0].switch_origin_off_()
+    expected = by_hand(model[0], x).detach()
+    kernel, shift = model[0].folded()
+    assert relative_error(F.conv2d(x, kernel, shift, padding=1), expected) <= 1e-10
+    assert relative_error(model[0].fuse()(x), expected) <= 1e-10
+    as_plain_(model[0])
+    assert relative_error(model(x), expected) <= 1e-10
+
+
+@with_and_without_bias
+def test_the_original_kernel_is_not_trained_while_off_and_is_again_afterwards(bias):
+    model = replacing_net(bias)
+    block, parameters = model[0], dict(model[0].named_parameters(recurse=False))
+    block.switch_origin_off_()
+    assert block.origin_norm is None
+    assert not any(p.any() or p.requires_grad for p in parameters.values())
+    model(images()).square().sum().backward()
+    assert all(p.grad is None for p in parameters.values())
+    assert all(p.grad is not None for p in block.branches.parameters())
+    fused = block.fuse()
+    assert all(p.requires_grad for p in fused.parameters())
+    assert not block.weight.requires_grad
+    plain = as_plain_(block)
+    assert dict(plain.named_parameters()) == parameters
+    assert all(p.requires_grad for p in parameters.values())
+    assert "origin_off" not in vars(plain)
+
+
+def test_absorbing_a_branch_switches_the_original_kernel_on_again():
+    block = as_block_(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).eval()
+    block.set_branches_({name: branch_for(block, name) for name in ("1x1", "residual")})
+    randomize_(block)
+    block.switch_origin_off_()
+    model, x = nn.Sequential(block), images()
+    expected = sum(branch(x) for branch in block.branches.values()).detach()
+    assert relative_error(model(x), expected) <= 1e-10
+    dyrep.cut_(model, "0", ["1x1"])
+    assert not block.origin_off
+    assert block.weight.requires_grad
+    assert block.bias.requires_grad
+    assert relative_error(model(x), expected) <= 1e-10
+
+
+def test_cutting_part_of_a_block_that_cannot_absorb_a_shift_is_refused_and_changes_nothing():
+    model, x = replacing_net(bias=False).eval(), images()
+    model[0].switch_origin_off_()
+    expected = model(x)
+    with pytest.raises(BranchError, match="cut all its branches at once, or none"):
+        dyrep.cut_(model, "0", ["1x1"])
+    assert model[0].origin_off
+    assert not model[0].weight.requires_grad
+    assert torch.equal(model(x), expected)
+
+
+# Loading -----------------------------------------------------------------------------------------------------------
+
+
+@with_and_without_bias
+@either_mode
+@pytest.mark.parametrize("scaling", ["linear", "gated"])
+def test_a_prepared_block_takes_on_linear_and_gated_branches(bias, training, scaling):
+    def conv() -> nn.Module:
+        return nn.Conv2d(4, 4, 3, padding=1, bias=bias, dtype=torch.float64).train(training)
+
+    block, x = as_block_(conv()), images()
+    block.set_branches_({name: branch_for(block, name, scaling=scaling) for name in REPLACING})
+    block.origin_norm = origin_scaling_for(block, scaling)
+    randomize_(block)
+    if scaling == "gated":
+        block.branches["1x1"].norm.gate.zero_()
+    fresh = as_block_(conv()).prepare_()
+    fresh.load_state_dict(block.state_dict(), strict=True)
+    assert {norm.kind for norm in (fresh.origin_norm, *(b.norm for b in fresh.branches.values()))} == {scaling}
+    assert fresh.is_linear == (scaling == "linear")
+    assert {module.training for module in fresh.modules()} == {training}
+    assert torch.equal(fresh(x), block(x))
+
+
+def test_a_prepared_block_exchanges_branches_of_another_kind():
+    def grown(scaling: str) -> RepConv:
+        block = as_block_(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64)).eval()
+        block.set_branches_({name: branch_for(block, name, scaling=scaling) for name in ("1x1", "1x1-KxK")})
+        block.origin_norm = origin_scaling_for(block, scaling)
+        randomize_(block)
+        return block
+
+    x = images()
+    for before in ("norm", "linear", "gated"):
+        for after in ("norm", "linear", "gated"):
+            block, other = grown(before).prepare_(), grown(after)
+            block.load_state_dict(other.state_dict(), strict=True)
+            assert {branch.norm.kind for branch in block.branches.values()} == {after}
+            assert torch.equal(block(x), other(x))
+
+
+@with_and_without_bias
+def test_a_prepared_model_refuses_blocks_in_place_of_a_norm_and_says_what_to_do(bias):
+    saved = nn.Sequential(nn.Identity(), *replacing_net(bias))
+    fresh = dyrep.prepare_(nn.Sequential(nn.Identity(), *plain_net(bias)))
+    with pytest.raises(StructureError) as caught:
+        fresh.load_state_dict(saved.state_dict(), strict=True)
+    assert str(caught.value).startswith(
+        "layer '1': in this state dict the block replaces the norm after the convolution"
+    )
+    assert "load it with dyrep.load, or give the model its structure with dyrep.restructure_ first" in str(caught.value)
+
+
+@with_and_without_bias
+def test_a_model_with_that_structure_already_takes_such_a_state_dict(bias):
+    saved, fresh, x = replacing_net(bias).eval(), plain_net(bias).eval(), images()
+    dyrep.prepare_(dyrep.restructure_(fresh, dyrep.structure(saved)))
+    fresh.load_state_dict(saved.state_dict(), strict=True)
+    assert torch.equal(fresh(x), saved(x))
