@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint picture drift loop clean
+.PHONY: demo test test-slow lint picture drift loop methods digits clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -38,6 +38,14 @@ drift: .venv/.installed   # the table in docs/numerics.md
 
 loop: .venv/.installed   # the table of speeds in docs/training.md; needs a GPU
 	$(BIN)/python benchmarks/loop.py --out results/loop.json
+	$(BIN)/python benchmarks/tables.py
+
+methods: .venv/.installed   # the table of costs in docs/methods.md
+	$(BIN)/python benchmarks/methods.py --out results/methods.json
+	$(BIN)/python benchmarks/tables.py
+
+digits: .venv/.installed   # the table of accuracies in docs/methods.md
+	$(BIN)/python benchmarks/digits.py --out results/digits.json
 	$(BIN)/python benchmarks/tables.py
 
 clean:

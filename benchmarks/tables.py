@@ -11,6 +11,8 @@ import re
 import sys
 from pathlib import Path
 
+from dyrep.methods import method
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -51,9 +53,80 @@ def loop_table() -> str:
     return "\n".join(lines)
 
 
+def methods_table() -> str:
+    data = json.loads((ROOT / "results" / "methods.json").read_text())["methods"]
+    networks = list(next(iter(data.values())))
+    heads = " | ".join(f"{network}: multiply-adds, parameters" for network in networks)
+    lines = [f"| method | operations | structure changes | {heads} |", "|---|---|---|" + "---|" * len(networks)]
+    for name, costs in data.items():
+        entry = method(name)
+        operations = "KxK" if not entry.branches else ", ".join(("KxK", *entry.branches))
+        if name == "mobileone":
+            operations = "4 KxK, 1x1, residual"
+        elif entry.name == "dyrep":
+            operations = "the four of dbb" if name == "dyrep4" else "the seven of dbb7"
+        cells = [f"{short(costs[n]['macs'])}, {short(costs[n]['parameters'])}" for n in networks]
+        lines.append(f"| `{name}` | {operations} | {entry.changes} | {' | '.join(cells)} |")
+    folding = ", ".join(f"{short(data['orepa'][n]['folding_macs'])} on {n}" for n in networks)
+    lines += [
+        "",
+        f"`orepa` also folds its kernels once per step, whatever the batch: {folding}. `repnas` and `dyrep` change: the "
+        "figures are means over the epochs of the paper's recipe and three seeds, with branches kept (`repnas`) and "
+        "operations expanded (`dyrep`) at random and nothing cut. What a run really cost is in its summary "
+        "(`mean_macs`, `mean_parameters`). (`make methods`)",
+    ]
+    return "\n".join(lines)
+
+
+def dbb_table() -> str:
+    data = json.loads((ROOT / "results" / "methods.json").read_text())["methods"]
+    paper = {
+        ("VGG-16", "dbb"): (728e6, 34.7e6),
+        ("ResNet-18", "dbb"): (4.13e9, 26.3e6),
+        ("ResNet-50", "dbb"): (6.79e9, 40.7e6),
+        ("ResNet-50", "dbb7"): (8.02e9, 48.3e6),
+    }
+    lines = ["| network | method | | here | paper | difference |", "|---|---|---|---|---|---|"]
+    for (network, name), theirs in paper.items():
+        for key, what, figure in (("macs", "multiply-adds", theirs[0]), ("parameters", "parameters", theirs[1])):
+            ours = data[name][network][key]
+            change = f"{100 * (ours / figure - 1):+.1f} %"
+            lines.append(f"| {network} | `{name}` | {what} | {short(ours)} | {short(figure)} | {change} |")
+    return "\n".join(lines)
+
+
+def digits_table() -> str:
+    data = json.loads((ROOT / "results" / "digits.json").read_text())
+    lines = ["| digits, 24 epochs | test accuracy, folded (%) | largest fold error |", "|---|---|---|"]
+    for name, row in data["rows"].items():
+        worst = max(run["fold_error"] for run in row["runs"])
+        lines.append(f"| {name} | {row['accuracy']:.2f} ± {row['accuracy_sd']:.2f} | {worst:.1e} |")
+    blocks = data["rows"]["repnas"]["runs"][0]["structure"]["blocks"]
+    kept = [
+        f"{layer}: {', '.join([*(['KxK'] if block.get('origin', True) else []), *block['branches']])}"
+        for layer, block in blocks.items()
+    ]
+    setup = data["setup"]
+    lines += [
+        "",
+        f"Mean and standard deviation over {setup['seeds']} seeds, same recipe for all; the data is too easy to rank "
+        f"methods by. The structure that `repnas` kept with seed 0: {'; '.join(kept)}.",
+        "",
+        f"({setup['hardware']}; torch {setup['versions']['torch']}; `{setup['command']}`)",
+    ]
+    return "\n".join(lines)
+
+
+def short(count: float) -> str:
+    return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
+
+
 TABLES = {
     ("docs/numerics.md", "drift table"): drift_table,
     ("docs/training.md", "loop table"): loop_table,
+    ("docs/methods.md", "methods table"): methods_table,
+    ("docs/methods.md", "dbb table"): dbb_table,
+    ("docs/methods.md", "digits table"): digits_table,
 }
 
 

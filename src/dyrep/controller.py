@@ -31,7 +31,7 @@ from dyrep.norm import BranchNorm
 from dyrep.scorekeeper import ScoreKeeper
 from dyrep.scoring import Loss
 from dyrep.surgery import ranks
-from dyrep.surgery.costs import Costs, Positions, added_macs, costs
+from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
@@ -199,7 +199,7 @@ class DyRep:
             skipped_steps=seen.skipped,
             importances=importances,
             structure=structure(model),
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=count_parameters(model),
             macs=None if after is None else after.macs,
             plain_macs=self._plain_macs,
             batches=len(data or ()),

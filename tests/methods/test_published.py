@@ -178,7 +178,7 @@ def test_a_dbb_block_computes_in_training_what_the_published_order_computes(stri
     ours = F.avg_pool2d(pointed, kernel, stride, p)
     spreads = [y.var(dim=(0, 2, 3), correction=0) for y in (ours, pooled)]
     explained = float((5e-6 * (1 / spreads[0] + 1 / spreads[1])).max() * average.abs().max())
-    assert explained < (1e-8 if inner_gamma > 1 else 5e-3)
+    assert explained < (1e-7 if inner_gamma > 1 else 5e-3)
     found = model.train()(x)
     assert expected.std() > 0.5
     assert float((found - expected).abs().max()) <= explained + 1e-10
@@ -224,7 +224,9 @@ def test_repvgg_a0_is_timms_in_its_training_form():
 
 
 @pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize(("outputs", "stride", "depthwise"), [(8, 1, False), (12, 1, False), (8, 1, True), (8, 2, True)])
+@pytest.mark.parametrize(
+    ("outputs", "stride", "depthwise"), [(8, 1, False), (12, 1, False), (8, 1, True), (8, 2, True)]
+)
 @torch.no_grad()
 def test_a_mobileone_block_is_timms(kernel, outputs, stride, depthwise):
     group_size = 1 if depthwise else None
@@ -330,7 +332,9 @@ def orepa_kernel(block):
                         value += scale["1x1"] * float(branches["1x1"].conv.weight[o, i, 0, 0])
                     for e in range(8):
                         depthwise = branches["DW-1x1"].depthwise.weight[(group * per_group + i) * 8 + e, 0, h, w]
-                        value += scale["DW-1x1"] * float(depthwise * branches["DW-1x1"].point.weight[o, i * 8 + e, 0, 0])
+                        value += scale["DW-1x1"] * float(
+                            depthwise * branches["DW-1x1"].point.weight[o, i * 8 + e, 0, 0]
+                        )
                     kernel[o, i, h, w] = value
     return kernel
 

@@ -97,6 +97,9 @@ CONVS = {
 }
 
 
+RELATIVES = ("KxK-2", "1x1-DCT", "DW-1x1")
+
+
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("kind", CONVS)
 def test_predicted_multiply_adds_equal_those_measured_after_the_expansion(kind, width):
@@ -111,7 +114,28 @@ def test_predicted_multiply_adds_equal_those_measured_after_the_expansion(kind, 
     assert dyrep.costs(model, x).macs - before.macs == predicted
 
 
-@pytest.mark.parametrize("branch", dyrep.BRANCHES)
+@pytest.mark.parametrize("branches", [[name] for name in RELATIVES] + [["KxK-2", "KxK-3", "1x1-DCT"]], ids=str)
+@pytest.mark.parametrize("kind", CONVS)
+def test_predicted_multiply_adds_of_copies_and_other_methods_branches_equal_those_measured(kind, branches):
+    arguments, in_channels, out_channels = CONVS[kind]
+    model = nn.Sequential(nn.Conv2d(3, in_channels, 1), nn.Conv2d(in_channels, out_channels, **arguments))
+    x = torch.randn(2, 3, 8, 8)
+    before = dyrep.costs(model, x)
+    predicted = added_macs(model[1], branches, before.positions["1"])
+    dyrep.expand_(model, "1", branches)
+    assert predicted > 0
+    assert dyrep.costs(model, x).macs - before.macs == predicted
+
+
+def test_copy_of_a_pointwise_convolution_costs_what_it_does():
+    model, x = nn.Sequential(nn.Conv2d(4, 6, 1)), torch.randn(1, 4, 8, 8)
+    before = dyrep.costs(model, x)
+    assert added_macs(model[0], ["KxK-2"], before.positions["0"]) == before.macs == 4 * 6 * 64
+    dyrep.expand_(model, "0", ["KxK-2"])
+    assert dyrep.costs(model, x).macs == 2 * before.macs
+
+
+@pytest.mark.parametrize("branch", [*dyrep.BRANCHES, *RELATIVES])
 def test_predicted_multiply_adds_of_every_branch_alone_equal_those_measured(branch):
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1))
     x = torch.randn(1, 4, 8, 8)
@@ -128,4 +152,47 @@ def test_deployed_model_costs_what_the_plain_one_did():
     before = dyrep.costs(model, x)
     dyrep.expand_(model, ["0", "3"])
     assert dyrep.costs(model, x).macs > before.macs
+    assert dyrep.costs(dyrep.deploy(model), x) == before
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_linear_block_costs_one_convolution_per_example_and_its_folding_per_step(batch, groups):
+    model, x = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1, groups=groups)), torch.randn(batch, 4, 8, 8)
+    before = dyrep.costs(model, x)
+    dyrep.convert_(model, "orepa")
+    after = dyrep.costs(model, x)
+    assert list(model[0].branches) == ["1x1-AVG", "1x1-DCT", "1x1-KxK", "1x1", "DW-1x1"]
+    assert after.macs == before.macs == 4 // groups * 6 * 9 * 64
+    inputs, outputs, taps, filters_per_input = 4 // groups, 6, 9, 8
+    pointwise_then_kernel = inputs * outputs * taps * inputs  # a sum over inner channels, of which there are as many
+    depthwise_then_pointwise = inputs * outputs * taps * filters_per_input
+    assert after.folding_macs == pointwise_then_kernel + depthwise_then_pointwise
+    assert before.folding_macs == 0
+    assert after.positions == before.positions
+    assert after.parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_folding_is_counted_for_every_call_of_a_block_and_every_block():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    model, x = nn.Sequential(conv, nn.ReLU(), conv, nn.Conv2d(4, 4, 3)), torch.randn(3, 4, 8, 8)
+    before = dyrep.costs(model, x)
+    dyrep.convert_(model, "orepa")
+    after = dyrep.costs(model, x)
+    assert after.macs == before.macs
+    assert after.folding_macs == 3 * 4 * 4 * 9 * (4 + 8)
+
+
+@pytest.mark.parametrize("method", ["repvgg", "dbb", "mobileone", "repnas"])
+def test_blocks_with_norms_have_nothing_to_fold_at_every_step(method):
+    model, x = conv_bn_net(), images(1)[0]
+    before = dyrep.costs(model, x)
+    predicted = before.macs
+    plain = {name: model.get_submodule(name) for name in ("0", "3")}
+    dyrep.convert_(model, method, example_input=x)
+    for name, conv in plain.items():
+        predicted += added_macs(conv, list(conv.branches), before.positions[name])
+    after = dyrep.costs(model, x)
+    assert after.folding_macs == 0
+    assert after.macs == predicted > before.macs
     assert dyrep.costs(dyrep.deploy(model), x) == before

@@ -350,3 +350,61 @@ def test_verifying_leaves_the_users_tf32_settings_alone(interface):
             assert getattr(switch, interface) == value
     finally:
         setattr(switch, interface, original)
+
+
+METHODS = ("repvgg", "dbb", "mobileone", "orepa", "repnas")
+
+
+def converted(method: str) -> nn.Sequential:
+    """A model of another method, trained for a few steps."""
+    model = conv_bn_net(torch.float64)
+    batches = images(3, dtype=torch.float64)
+    dyrep.convert_(model, method, example_input=batches[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for batch in batches:
+        train_step(model, optimizer, batch)
+    return model
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_deployed_model_of_every_method_is_the_plain_one_with_the_same_function(method):
+    model, x = converted(method), images(1, dtype=torch.float64)[0]
+    before, output = picture(model), eval_output(model, x)
+    plain = dyrep.deploy(model)
+    assert_same_picture(picture(model), before)
+    reference = conv_bn_net(torch.float64)
+    assert [type(m) for m in plain.modules()] == [type(m) for m in reference.modules()]
+    assert [sorted(vars(m)) for m in plain.modules()] == [sorted(vars(m)) for m in reference.modules()]
+    assert relative_change(eval_output(plain, x), output) <= 1e-10
+    assert dyrep.verify(model, plain, x).passed
+    assert all(p.requires_grad for p in plain.parameters())
+    reference.load_state_dict(plain.state_dict(), strict=True)
+    assert torch.equal(eval_output(reference, x), eval_output(plain, x))
+    assert dyrep.deploy(model, inplace=True) is model
+    assert relative_change(eval_output(model, x), output) <= 1e-10
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("method", ["repvgg", "dbb", "mobileone", "repnas"])
+def test_part_of_a_model_without_the_norm_that_a_block_replaces_is_refused_and_left_alone(method, inplace):
+    model = converted(method)
+    part = nn.Sequential(model[0], model[1], model[2], model[3])
+    before = picture(model)
+    with pytest.raises(DyRepError, match=r"^layer '3' has taken the place of a norm outside this part of the model"):
+        dyrep.deploy(part, inplace=inplace)
+    with pytest.raises(DyRepError, match=r"^layer '' has taken the place of a norm .*: deploy the whole model$"):
+        dyrep.deploy(model[0], inplace=inplace)
+    assert_same_picture(picture(model), before)
+
+
+def test_part_of_a_model_with_its_norm_is_deployed():
+    model, x = converted("repvgg"), images(1, dtype=torch.float64)[0]
+    part = nn.Sequential(*model[:2])
+    expected = eval_output(part, x)
+    assert relative_change(eval_output(dyrep.deploy(part), x), expected) <= 1e-10
+
+
+def test_part_of_a_model_whose_blocks_keep_its_norms_is_deployed():
+    model, x = converted("orepa"), images(1, dtype=torch.float64)[0]
+    expected = eval_output(model[0], x)
+    assert relative_change(eval_output(dyrep.deploy(model[0]), x), expected) <= 1e-10

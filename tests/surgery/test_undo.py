@@ -180,3 +180,70 @@ def test_compiled_model_runs_the_restored_structure():
     compiled(x)
     snapshot.restore_()
     assert torch.equal(compiled(x), before)
+
+
+METHODS = ("repvgg", "dbb", "mobileone", "orepa", "repnas")
+
+
+@pytest.mark.parametrize(
+    ("method", "preserve"),
+    [(method, preserve) for method in METHODS for preserve in (False, True) if method != "orepa" or not preserve],
+)
+def test_conversion_is_undone_bit_for_bit(method, preserve):
+    model, optimizer = trained("SGD", expanded=False)
+    model[4].bias.requires_grad_(False)
+
+    def edit():
+        dyrep.convert_(model, method, example_input=images(1)[0], preserve=preserve, optimizer=optimizer)
+        model(images(1)[0])
+
+    assert_undone(model, optimizer, ["0", "1", "3", "4"], edit)
+    assert [type(module) for module in model[:5:3]] == [nn.Conv2d] * 2
+    assert [type(model[place]) for place in (1, 4)] == [nn.BatchNorm2d] * 2
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_cut_of_a_converted_model_is_undone_bit_for_bit_with_its_norms(method, kind):
+    model, optimizer = trained(kind, expanded=False)
+    dyrep.convert_(model, method, example_input=images(1)[0], optimizer=optimizer)
+    train_step(model, optimizer, images(1)[0])
+    aside = [type(model[place]) for place in (1, 4)]
+    assert_undone(model, optimizer, ["0", "3"], lambda: dyrep.cut_(model, ["0", "3"], optimizer=optimizer))
+    assert [type(model[place]) for place in (1, 4)] == aside
+    assert model[1].weight.requires_grad == (method == "orepa")
+
+
+def test_partial_cut_of_a_block_in_place_of_a_norm_is_undone_bit_for_bit():
+    model, optimizer = trained("SGD", expanded=False)
+    dyrep.convert_(model, "dbb", example_input=images(1)[0], optimizer=optimizer)
+    train_step(model, optimizer, images(1)[0])
+    x = images(1)[0]
+    before, output = picture(model, optimizer), eval_output(model, x)
+    snapshot = Snapshot([model[3]], optimizer)
+    dyrep.cut_(model, "3", ["1x1", "1x1-AVG"], optimizer=optimizer)
+    assert not torch.equal(model[3].origin_norm.bias, before["values"]["3.origin_norm.bias"])
+    snapshot.restore_()
+    assert_same_picture(picture(model, optimizer), before)
+    assert torch.equal(eval_output(model, x), output)
+
+
+def test_switching_the_original_kernel_off_and_on_again_is_undone_bit_for_bit():
+    model, optimizer = trained("SGD", expanded=False)
+    dyrep.convert_(model, "repvgg", example_input=images(1)[0], optimizer=optimizer)
+    x = images(1)[0]
+    before, output = picture(model, optimizer), eval_output(model, x)
+    snapshot = Snapshot([model[3]], optimizer)
+    model[3].switch_origin_off_()
+    assert not model[3].weight.requires_grad
+    snapshot.restore_()
+    assert_same_picture(picture(model, optimizer), before)
+    assert torch.equal(eval_output(model, x), output)
+    model[3].switch_origin_off_()
+    off, output = picture(model, optimizer), eval_output(model, x)
+    snapshot = Snapshot([model[3]], optimizer)
+    dyrep.cut_(model, "3", optimizer=optimizer)
+    assert model[3].weight.requires_grad
+    snapshot.restore_()
+    assert_same_picture(picture(model, optimizer), off)
+    assert torch.equal(eval_output(model, x), output)

@@ -61,6 +61,7 @@ def describe(model: nn.Module, image: torch.Tensor) -> dict[str, Any]:
     return {
         "parameters": now.parameters,
         "macs": now.macs,
+        "folding_macs": now.folding_macs,
         "plain_parameters": before.parameters,
         "plain_macs": before.macs,
         "layers": [_layer(name, conv, now) for name, conv in outermost],
@@ -80,6 +81,8 @@ def _layer(name: str, conv: nn.Module, counted: Costs) -> dict[str, Any]:
         "macs": positions.output * per_position,
         "branches": [],
     }
+    if isinstance(conv, RepConv) and conv.origin_off:
+        found["macs"], found["origin"] = 0, False
     if isinstance(conv, RepConv):
         found["branches"] = list(_branches(name, conv, positions, counted))
         found["macs"] += sum(branch["macs"] for branch in found["branches"])
@@ -94,7 +97,8 @@ def _branches(name: str, block: RepConv, positions: Positions, counted: Costs) -
             "branch": key,
             "importance": float(importances[key].detach()),
             "parameters": sum(p.numel() for p in branch.parameters()),
-            "macs": added_macs(block, [key], positions, width),
+            # a linear block runs as the one convolution it is folded into
+            "macs": 0 if block.is_linear else added_macs(block, [key], positions, width),
         }
         nested = [
             _layer(_below(name, f"branches.{key}.{path}"), inner, counted)
@@ -124,12 +128,15 @@ def _print_tree(title: str, found: dict[str, Any]) -> None:
     console.print(tree)
     evolved, plain = found, {"parameters": found["plain_parameters"], "macs": found["plain_macs"]}
     console.print(f"in training: {_costs(evolved)} ({found['macs'] / max(found['plain_macs'], 1):.2f} x plain)")
+    if found["folding_macs"]:
+        console.print(f"per step:    {_short(found['folding_macs'])} multiply-adds to fold the blocks")
     console.print(f"deployed:    {_costs(plain)}")
 
 
 def _add(tree: Any, layer: dict[str, Any]) -> None:
     groups = f", {layer['groups']} groups" if layer["groups"] > 1 else ""
-    about = f"{layer['kernel']}, {layer['channels'][0]} to {layer['channels'][1]} channels{groups}"
+    dropped = "" if layer.get("origin", True) else ", without its own kernel"
+    about = f"{layer['kernel']}, {layer['channels'][0]} to {layer['channels'][1]} channels{groups}{dropped}"
     # names of layers may hold brackets, which rich would take for markup
     name = layer["name"].replace("[", "\\[")
     style = "" if layer["branches"] else "dim"

@@ -17,6 +17,7 @@ from dyrep.events import EventLog
 from dyrep.methods.conversion import convert_
 from dyrep.methods.gates import Gates, settle_
 from dyrep.surgery import ranks
+from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import check_optimizer, load_state_by_name_, remove_, state_by_name
@@ -266,7 +267,7 @@ class RepNAS:
             kept=keep,
             strengths=self._readable(strengths),
             structure=structure(model),
-            parameters=sum(p.numel() for p in model.parameters()),
+            parameters=count_parameters(model),
             seconds=round(time.perf_counter() - began, 3),
         )
         return edits

@@ -15,6 +15,7 @@ from dyrep.branches import BRANCHES
 from dyrep.events import read_events
 
 COLOURS = dict(zip(BRANCHES, ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377"), strict=True))
+OTHERS = "#999999"  # branches of other methods
 
 
 @dataclass
@@ -38,9 +39,9 @@ def lives(events: list[dict[str, Any]]) -> list[Life]:
     """Every branch that ever lived, in order of birth; those inside a cut branch die with it."""
     found: list[Life] = []
     for event in events:
-        if event["type"] != "update":
+        if event["type"] not in ("converted", "update"):
             continue
-        now = event["epoch"] or event["step"]
+        now = 0 if event["type"] == "converted" else event["epoch"] or event["step"]
         for edit in event["edits"]:
             layer = edit["layer"]
             for branch in edit["branches"]:
@@ -86,7 +87,7 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
         first = y
         for life in (life for life in born if life.layer == layer):
             last = end if life.died is None else life.died
-            top.barh(y, last - life.born, left=life.born, height=0.8, color=COLOURS[life.branch], linewidth=0)
+            top.barh(y, last - life.born, left=life.born, height=0.8, color=_colour(life.branch), linewidth=0)
             if life.died is not None:
                 top.plot(life.died, y, marker="x", color="#333333", markersize=4)
             y += 1
@@ -95,10 +96,10 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     top.set_yticks([place for place, _ in ticks], [_short(layer) for _, layer in ticks], fontsize=8)
     top.set_ylim(y - 0.2, -1)
     top.set_title("Branches over time (× absorbed again)", loc="left", fontsize=10)
-    used = [branch for branch in BRANCHES if any(life.branch == branch for life in born)]
-    handles = [Patch(color=COLOURS[branch], label=branch) for branch in used]
+    used = sorted({life.branch for life in born}, key=[*BRANCHES, *(life.branch for life in born)].index)
+    handles = [Patch(color=_colour(branch), label=branch) for branch in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=max(len(handles), 1), fontsize=8, frameon=False)
-    counted = [event for event in updates if event["macs"] is not None]
+    counted = [event for event in updates if event.get("macs") is not None]
     if counted:
         plain = counted[0]["plain_macs"]
         times = [0, *(event[unit] for event in counted), end]
@@ -117,6 +118,10 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     figure.savefig(path, dpi=150)
     plt.close(figure)
     return path
+
+
+def _colour(branch: str) -> str:
+    return COLOURS.get(branch, OTHERS)
 
 
 def _short(layer: str) -> str:

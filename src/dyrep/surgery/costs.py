@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dyrep.block import RepConv
 from dyrep.branches import DepthwiseBranch, collapsed_kernel, is_copy, pools_by_convolution
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
+from dyrep.passing import PassedNorm
 from dyrep.surgery.preserve import Forward, preserved, run_batch
 from dyrep.surgery.wrappers import bare
 
@@ -36,7 +37,7 @@ class Costs:
     """What a model costs on one batch.
 
     Attributes:
-        parameters: number of parameters, branches included.
+        parameters: number of parameters that take part, branches included, see `count_parameters`.
         macs: multiply-adds of one forward pass per example (convolutions and matrix products, as papers count).
         positions: positions of every convolution, summed over its calls.
         folding_macs: multiply-adds of one forward pass, whatever the batch, to compute the kernels of blocks that are
@@ -89,11 +90,28 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     with FlopCounterMode(display=False) as folding:
         for block in folded:
             block.folded()
-    parameters = sum(p.numel() for p in model.parameters())
     # hooks run inside out: of nested convolutions the inner ones come first, but all see the same batch
     count = max(examples[0], 1) if examples else 1
     folding_macs = folding.get_total_flops() // 2
-    return Costs(parameters, (counter.get_total_flops() // 2 - folding_macs) // count, positions, folding_macs)
+    return Costs(
+        count_parameters(model), (counter.get_total_flops() // 2 - folding_macs) // count, positions, folding_macs
+    )
+
+
+def count_parameters(model: nn.Module) -> int:
+    """The number of a model's parameters that take part in what it computes.
+
+    Those of a norm that a block has taken the place of, and of an original kernel that is left out, do not.
+
+    Example:
+        >>> count_parameters(nn.Conv2d(3, 8, 3))
+        224
+    """
+    waiting: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, PassedNorm) or (isinstance(module, RepConv) and module.origin_off):
+            waiting |= {id(parameter) for parameter in module.parameters(recurse=False)}
+    return sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in waiting)
 
 
 def added_macs(conv: nn.Module, branches: Iterable[str], positions: Positions, width: int = 1) -> int:

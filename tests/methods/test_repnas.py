@@ -1,0 +1,600 @@
+"""The whole search: its phases, what it keeps, what it logs, and how it goes on after an interruption."""
+
+import copy
+import io
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from methods_helpers import assert_same_picture, blocks, eval_output, held, picture, relative_error
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import dyrep
+from dyrep import RepNAS, RepNASConfig
+from dyrep.errors import CheckpointError, ConfigError
+from dyrep.methods.gates import Gates
+from dyrep.scaling import GatedNorm
+from training import make_batches, make_net, train_epoch
+
+BATCHES = make_batches()
+X = BATCHES[0][0]
+FAVOURITES = {  # six of nineteen branches, and one block that does without its own kernel
+    "0": ["KxK", "1x1"],
+    "3": ["1x1-KxK", "residual"],
+    "5": ["KxK", "Kx1"],
+}
+FAVOURITES_ALONE = {"0": ["KxK"], "3": ["1x1-KxK", "residual", "1x1"], "5": ["1xK", "Kx1"]}
+
+
+def start(seed=0, total=5, log=None, convert_first=False, averaged=False, **settings):
+    """A model, its optimizer and a search: random in epoch 1, learning in 2 and 3, the rest with what was found."""
+    model = make_net(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+    averages = []
+    if convert_first or averaged:
+        dyrep.convert_(model, "repnas", example_input=X, optimizer=optimizer)
+    if averaged:
+        averages = [AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))]
+    settings = {"random_share": 0.2, "search_share": 0.6, "strength_lr": 0.01, **settings}
+    config = RepNASConfig(total=total, **settings)
+    search = RepNAS(model, optimizer, config, example_input=X, log=log, ema=averages)
+    return (model, optimizer, search, *averages)
+
+
+def favour_(search, favourites=None):
+    """Make some branches so strong that they win."""
+    for index, (layer, branch) in enumerate(search.gates.names):
+        if branch in (favourites or FAVOURITES)[layer]:
+            search.strengths.data[index] += 5
+
+
+def run_epoch(model, optimizer, search, favourites=None):
+    """An epoch whose random numbers depend on its number alone."""
+    torch.manual_seed(100 + search.epoch)
+    if search.epoch == 1:
+        favour_(search, favourites)
+    train_epoch(model, optimizer, BATCHES)
+    return search.epoch_end(BATCHES)
+
+
+# -- settings ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"total": 2}, "total=2: must be at least 3"),
+        ({"keep": 0.0}, "keep=0.0: must be above 0 and at most 1"),
+        ({"keep": 1.1}, "keep=1.1: must be above 0"),
+        ({"random_share": -0.1}, "random_share=-0.1: must be from 0 to below 0.333"),
+        ({"random_share": 0.4}, "random_share=0.4: must be from 0 to below 0.333"),
+        ({"search_share": 1.0}, "search_share=1.0: must be below 1"),
+        ({"strength_lr": 0.0}, "strength_lr=0.0: must be None or above 0"),
+    ],
+)
+def test_settings_outside_their_range_are_refused_with_the_range(settings, message):
+    with pytest.raises(ConfigError) as error:
+        RepNASConfig(**{"total": 10, **settings})
+    assert message in str(error.value)
+
+
+def test_settings_are_written_and_read_back():
+    config = RepNASConfig(total=12, keep=0.5, strength_lr=0.1)
+    assert RepNASConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with pytest.raises(ConfigError, match=r"unknown settings epochs; valid are total, keep, .*strength_lr"):
+        RepNASConfig.from_dict({"total": 12, "epochs": 3})
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({"total": 150}, (15, 50)),
+        ({"total": 120}, (12, 40)),
+        ({"total": 3}, (1, 2)),
+        ({"total": 10}, (1, 3)),
+        ({"total": 10, "random_share": 0.0}, (1, 3)),
+        ({"total": 5, "random_share": 0.2, "search_share": 0.6}, (1, 3)),
+        ({"total": 10, "search_share": 0.99}, (1, 9)),
+    ],
+)
+def test_the_parts_of_a_training_end_at_their_share(settings, ends):
+    assert RepNASConfig(**settings).ends == ends
+
+
+def test_there_is_an_epoch_at_least_for_every_part():
+    for total in (3, 4, 5, 7, 10, 33):
+        for random_share in (0.0, 0.1, 0.3, 0.6, 0.8, 0.9):
+            for search_share in (0.05, 1 / 3, 0.7, 0.95, 0.99):
+                if random_share < search_share:
+                    config = RepNASConfig(total=total, random_share=random_share, search_share=search_share)
+                    first, second = config.ends
+                    assert 1 <= first < second < total, config
+
+
+# -- the search -------------------------------------------------------------------------------------------------
+
+
+def test_strengths_stay_at_zero_in_the_random_part_and_learn_afterwards():
+    model, optimizer, search = start(total=6, random_share=0.34, search_share=0.7)
+    assert search.config.ends == (2, 4)
+    for _ in range(2):
+        train_epoch(model, optimizer, BATCHES)
+        assert not search.strengths.any()
+        assert search.strengths.grad is None
+        search.epoch_end()
+    train_epoch(model, optimizer, BATCHES)
+    moved = search.strengths.detach().clone()
+    assert (moved != 0).all()
+    assert moved.unique().numel() > 1
+    search.epoch_end()
+    assert search.gates is not None
+    train_epoch(model, optimizer, BATCHES)
+    assert search.epoch_end()
+    assert search.gates is None
+    after = search.strengths.clone()
+    train_epoch(model, optimizer, BATCHES)
+    assert search.epoch_end() == []
+    assert torch.equal(search.strengths, after)
+
+
+def test_strengths_can_move_as_far_as_in_publication_however_short_the_search():
+    model, optimizer, search = start(total=10, random_share=0.2, search_share=0.6, strength_lr=None)
+    for _ in range(2):
+        train_epoch(model, optimizer, BATCHES)
+        search.epoch_end()
+    (group,) = search._learner.param_groups
+    assert group["lr"] * 4 * len(BATCHES) == pytest.approx(17.5)  # four epochs of three steps
+    assert (group["betas"], group["weight_decay"]) == ((0.5, 0.999), 5e-4)
+
+
+def test_the_strength_of_a_branch_that_lowers_the_loss_rises():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+    x = torch.randn(16, 4, 6, 6)
+    target = (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)  # what the residual computes
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    config = RepNASConfig(total=10, keep=0.5, random_share=0.1, search_share=0.9, strength_lr=0.05)
+    search = RepNAS(model, optimizer, config, example_input=x)
+    for _ in range(8):
+        for _ in range(20):
+            optimizer.zero_grad()
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+        search.epoch_end()
+    strengths = dict(zip(search.gates.names, search.strengths.tolist(), strict=True))
+    assert max(strengths, key=strengths.get) == ("0", "residual")
+    assert strengths["0", "residual"] > 0.2
+
+
+def test_training_steps_draw_other_gates_each_and_eval_mode_goes_by_the_strongest():
+    model, _, search = start()
+    drawn = []
+    norm = model[3].origin_norm
+    handle = norm.register_forward_hook(lambda module, *_: drawn.append(module.drawn))
+    model.train()
+    for _ in range(20):
+        model(X)
+    assert {round(value.item()) for value in drawn} == {0, 1}
+    assert norm.drawn is None
+    drawn.clear()
+    favour_(search)
+    model.eval()
+    first, second = model(X), model(X)
+    assert torch.equal(first, second)
+    assert drawn == [None, None]
+    gates = dict(zip(search.gates.names, (float(norm.gate) for norm in search.gates._norms), strict=True))
+    assert {name for name, gate in gates.items() if gate} == {(n, b) for n, bs in FAVOURITES.items() for b in bs}
+    handle.remove()
+
+
+def test_a_forward_that_fails_leaves_no_gates_of_its_step_behind():
+    model, _, search = start()
+    with pytest.raises(RuntimeError):
+        model.train()(torch.randn(2, 5, 8, 8))
+    assert all(norm.drawn is None for norm in search.gates._norms)
+    copy.deepcopy(model)
+
+
+def test_the_search_keeps_the_strongest_branches_and_the_function_they_have():
+    model, optimizer, search = start()
+    before_search = dyrep.structure(model)
+    assert search.gates.kept == 6
+    run_epoch(model, optimizer, search)
+    run_epoch(model, optimizer, search)
+    torch.manual_seed(0)
+    train_epoch(model, optimizer, BATCHES)
+    before = eval_output(model, X)
+    deployed_before = eval_output(search.deploy(), X)
+    edits = search.epoch_end()
+    assert relative_error(eval_output(model, X), before) < 1e-6
+    assert relative_error(eval_output(search.deploy(), X), deployed_before) < 1e-6
+    assert dyrep.structure(model) != before_search
+    found = {
+        layer: [*(["KxK"] if not block.origin_off else []), *block.branches] for layer, block in blocks(model).items()
+    }
+    assert {layer: set(names) for layer, names in found.items()} == {n: set(b) for n, b in FAVOURITES.items()}
+    cut = {edit.layer: set(edit.branches) for edit in edits}
+    for layer, block in before_search["blocks"].items():
+        assert cut[layer] == {"KxK", *block["branches"]} - set(FAVOURITES[layer])
+    assert all(edit.kind == "cut" for edit in edits)
+    assert not any(isinstance(m, GatedNorm) for m in model.modules())
+    assert dyrep.verify(model, search.deploy(), X).passed
+
+
+@pytest.mark.parametrize("keep", [0.06, 0.34, 1.0])
+def test_as_many_branches_are_kept_as_asked_for_and_one_in_every_block(keep):
+    model, optimizer, search = start(keep=keep)
+    kept, names = search.gates.kept, search.gates.names
+    assert kept == max(int(keep * 19), 1)
+    for _ in range(3):
+        run_epoch(model, optimizer, search, favourites={"0": [], "3": ["1x1"], "5": []})
+    strongest = {names[i] for i in search.strengths.topk(kept).indices}
+    empty = set(blocks(model)) - {layer for layer, _ in strongest}
+    found = {(layer, branch) for layer, block in blocks(model).items() for branch in block.branches}
+    found |= {(layer, "KxK") for layer, block in blocks(model).items() if not block.origin_off}
+    assert found == strongest | {(layer, "KxK") for layer in empty}
+    assert ("3", "1x1") in found
+    assert dyrep.verify(model, search.deploy(), X).passed
+    run_epoch(model, optimizer, search)
+    assert dyrep.verify(model, search.deploy(), X).passed
+
+
+def test_the_optimizer_forgets_what_is_dropped_and_keeps_the_momentum_of_the_rest():
+    model, optimizer, search = start()
+    run_epoch(model, optimizer, search)
+    favour_(search)
+    train_epoch(model, optimizer, BATCHES)
+    everything = held(optimizer)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    momentum = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in trained.items()}
+    search.finish()
+    assert held(optimizer) == {id(p) for p in model.parameters()}
+    assert held(optimizer) < everything
+    assert {id(p) for p in optimizer.state} <= held(optimizer)
+    for name in ("0.branches.1x1.conv.weight", "3.branches.1x1-KxK.norm.weight", "5.origin_norm.bias", "10.weight"):
+        parameter = model.get_parameter(name)
+        assert torch.equal(optimizer.state[parameter]["momentum_buffer"], momentum[name])
+        assert momentum[name].any()
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    train_epoch(model, optimizer, BATCHES)
+    assert not [n for n, p in model.named_parameters() if p.requires_grad and torch.equal(p, before[n])]
+    assert not model[3].weight.any()
+
+
+def test_a_step_without_new_gradients_after_the_search_leaves_a_dropped_kernel_at_zero():
+    model, optimizer, search = start()
+    favour_(search)
+    train_epoch(model, optimizer, BATCHES)
+    search.finish()
+    optimizer.step()  # as at the end of an accumulation that began before
+    assert not model[3].weight.any()
+    assert dyrep.verify(model, search.deploy(), X).passed
+
+
+def test_the_log_tells_the_whole_story(tmp_path):
+    model, optimizer, search = start(log=tmp_path / "events.jsonl")
+    for _ in range(4):
+        run_epoch(model, optimizer, search)
+    events = dyrep.read_events(tmp_path / "events.jsonl")
+    assert events == json.loads(json.dumps(search.events))
+    assert [event["type"] for event in events] == ["started", "search", "search", "update"]
+    begun, random_part, learning, found = events
+    assert RepNASConfig.from_dict(begun["config"]) == search.config
+    assert (begun["gates"], begun["kept"]) == (19, 6)
+    assert random_part["epoch"] == 1
+    assert {s for layer in random_part["strengths"].values() for s in layer.values()} == {0.0}
+    assert learning["strengths"]["3"]["residual"] > 4
+    assert (found["epoch"], found["step"], found["update"]) == (3, 9, 2)
+    assert {layer: set(names) for layer, names in found["kept"].items()} == {n: set(b) for n, b in FAVOURITES.items()}
+    assert found["structure"] == json.loads(json.dumps(dyrep.structure(model)))
+    assert found["parameters"] == dyrep.costs(model, X).parameters
+    assert {edit["layer"] for edit in found["edits"]} == set(FAVOURITES)
+
+
+def test_a_model_with_gated_blocks_already_is_taken_as_it_is():
+    model, optimizer, search = start(convert_first=True)
+    assert len(search.gates.names) == 19
+    assert held(optimizer) == {id(p) for p in model.parameters()}
+
+
+def test_options_of_the_conversion_are_passed_on():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    search = RepNAS(model, optimizer, RepNASConfig(total=3), replace="conv", include=("3", "5"))
+    assert {layer for layer, _ in search.gates.names} == {"3", "5"}
+    assert type(model[6]) is nn.BatchNorm2d
+
+
+def test_every_step_of_a_loop_written_for_dyrep_does():
+    model, optimizer, search = start()
+    train_epoch(model, optimizer, BATCHES)
+    assert search.step_end(BATCHES) == []
+    assert search.scorer is None
+    assert search.epoch == 0
+
+
+def test_accumulated_gradients_make_one_step_of_the_strengths():
+    model, optimizer, search = start(strength_lr=0.25)
+    train_epoch(model, optimizer, BATCHES)
+    search.epoch_end()
+    for images, _ in BATCHES:
+        model(images).square().mean().backward()
+        assert not search.strengths.any()
+    optimizer.step()
+    # the first step of Adam is as long as its rate, whatever the gradient
+    torch.testing.assert_close(search.strengths.detach().abs(), torch.full((19,), 0.25), rtol=1e-3, atol=1e-4)
+    assert search.strengths.grad is None
+
+
+def test_an_overflow_does_not_spoil_the_strengths():
+    model, optimizer, search = start()
+    train_epoch(model, optimizer, BATCHES)
+    search.epoch_end()
+    search.strengths.grad = torch.full_like(search.strengths, float("inf"))
+    search.strengths.grad[::2] = float("nan")
+    optimizer.step()
+    assert search.strengths.isfinite().all()
+
+
+# -- copies -----------------------------------------------------------------------------------------------------
+
+
+def test_a_moving_average_that_was_given_follows():
+    model, optimizer, search, average = start(averaged=True)
+    for epoch in range(4):
+        torch.manual_seed(epoch)
+        if epoch == 1:
+            favour_(search)
+        for batch in BATCHES:
+            train_epoch(model, optimizer, [batch])
+            average.update_parameters(model)
+        if epoch == 2:
+            twin = copy.deepcopy(average.module)
+            Gates(twin, 0.34).set_open(search.gates.ranked(search.strengths.detach()))
+            expected = eval_output(twin, X)
+        search.epoch_end()
+        if epoch == 2:
+            assert relative_error(eval_output(average.module, X), expected) < 1e-6
+    assert dyrep.structure(average.module) == dyrep.structure(model)
+    assert [n for n, _ in average.module.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert dyrep.verify(average.module, dyrep.deploy(average.module), X).passed
+    assert not torch.equal(eval_output(average.module, X), eval_output(model, X))
+
+
+def test_a_moving_average_goes_by_the_strongest_gates_while_the_search_runs():
+    model, optimizer, search, average = start(averaged=True)
+    run_epoch(model, optimizer, search)
+    favour_(search)
+    train_epoch(model, optimizer, BATCHES)
+    average.update_parameters(model)
+    search.epoch_end()
+    expected = search.gates.ranked(search.strengths.detach())
+    found = torch.stack([norm.gate for norm in Gates(average.module, 0.34)._norms])
+    assert torch.equal(found, expected)
+
+
+def test_a_model_is_copied_and_deployed_while_the_search_runs():
+    model, optimizer, search = start()
+    run_epoch(model, optimizer, search)
+    favour_(search)
+    train_epoch(model, optimizer, BATCHES)
+    before = picture(model, optimizer)
+    output = eval_output(model, X)
+    twin, plain, plain_too = copy.deepcopy(model), search.deploy(), dyrep.deploy(model)
+    assert torch.equal(eval_output(twin, X), output)
+    assert relative_error(eval_output(plain, X), output) < 1e-5
+    assert torch.equal(eval_output(plain_too, X), eval_output(plain, X))
+    assert list(plain.state_dict()) == list(make_net().state_dict())
+    search.refresh()
+    after = picture(model, optimizer)
+    for gate in [name for name in after["values"] if name.endswith(".gate")]:  # the only thing that may differ
+        del after["values"][gate], before["values"][gate]
+    assert_same_picture(after, before)
+
+
+def test_a_deployed_model_does_not_carry_the_search_along():
+    _, _, search = start()
+    plain = search.deploy()
+    assert not plain._forward_pre_hooks
+    assert not plain._forward_hooks
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    plain.train()(X)
+    assert torch.equal(torch.rand(1), expected), "training the plain model draws gates"
+
+
+def test_a_copy_made_while_the_search_runs_goes_by_the_gates_it_is_given():
+    model, optimizer, search = start()
+    run_epoch(model, optimizer, search)
+    twin = copy.deepcopy(model)  # as a moving average begins
+    favour_(search)
+    train_epoch(model, optimizer, BATCHES)
+    expected = eval_output(model, X)
+    twin.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(eval_output(twin, X), expected)
+
+
+def test_closing_removes_every_hook():
+    model, optimizer, search = start()
+    search.close()
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    train_epoch(model, optimizer, BATCHES)
+    assert search.state_dict()["counters"]["step"] == 0
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    model(X)
+    assert torch.equal(torch.rand(1), expected)
+
+
+# -- going on after an interruption -----------------------------------------------------------------------------
+
+
+def saved(model, optimizer, search):
+    """Everything a run is saved with, by way of a file."""
+    file = io.BytesIO()
+    torch.save({"search": search.state_dict(), "model": model.state_dict()}, file)
+    return file
+
+
+def resumed(file, **settings):
+    """A run of another seed that takes over a saved one."""
+    model, optimizer, search, *averages = start(seed=7, **settings)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    search.load_state_dict(state["search"])
+    model.load_state_dict(state["model"], strict=True)
+    return (model, optimizer, search, *averages)
+
+
+def assert_same_run(one, other):
+    for first, second in zip(one[0].state_dict().items(), other[0].state_dict().items(), strict=True):
+        assert first[0] == second[0]
+        assert torch.equal(first[1], second[1]), first[0]
+    assert dyrep.structure(one[0]) == dyrep.structure(other[0])
+    states = [torch.load(io.BytesIO(saved(*run).getvalue()), weights_only=True)["search"] for run in (one, other)]
+    first, second = states
+    assert torch.equal(first["strengths"], second["strengths"])
+    assert first["counters"] == second["counters"]
+    assert first["optimizer"]["groups"] == second["optimizer"]["groups"]
+    assert first["optimizer"]["state"].keys() == second["optimizer"]["state"].keys()
+    for name, values in first["optimizer"]["state"].items():
+        assert torch.equal(values["momentum_buffer"], second["optimizer"]["state"][name]["momentum_buffer"]), name
+
+
+@pytest.mark.parametrize("favourites", [FAVOURITES, FAVOURITES_ALONE])
+@pytest.mark.parametrize("stop", [0, 1, 2, 3, 4])
+def test_a_run_that_stopped_goes_on_bit_for_bit(stop, favourites):
+    whole = start()
+    file = None
+    for epoch in range(5):
+        if epoch == stop:
+            file = saved(*whole)
+        run_epoch(*whole, favourites)
+    again = resumed(file)
+    assert again[2].epoch == stop
+    assert (again[2].gates is None) == (stop >= 3)
+    for _ in range(stop, 5):
+        run_epoch(*again, favourites)
+    assert_same_run(again, whole)
+    assert not torch.equal(whole[0][0].weight, make_net()[0].weight)
+    assert dyrep.verify(again[0], again[2].deploy(), X).passed
+
+
+def test_a_moving_average_takes_on_the_structure_of_a_resumed_run():
+    whole = start(averaged=True)
+    for _ in range(4):
+        run_epoch(*whole[:3])
+    again = resumed(saved(*whole[:3]), averaged=True)
+    assert dyrep.structure(again[3].module) == dyrep.structure(again[0]) == dyrep.structure(whole[0])
+    again[3].module.load_state_dict(whole[3].module.state_dict(), strict=True)
+    again[3].update_parameters(again[0])
+
+
+def test_the_log_of_a_resumed_run_leaves_out_what_did_not_happen(tmp_path):
+    whole = start(log=tmp_path / "events.jsonl")
+    run_epoch(*whole)
+    file = saved(*whole)
+    run_epoch(*whole)
+    again = resumed(file, log=tmp_path / "events.jsonl")
+    for _ in range(2):
+        run_epoch(*again)
+    kinds = [(event["type"], event.get("epoch")) for event in dyrep.read_events(tmp_path / "events.jsonl")]
+    assert kinds == [("started", None), ("search", 1), ("resumed", 1), ("search", 2), ("update", 3)]
+
+
+def test_going_back_to_the_random_part_stops_learning():
+    run = start(total=10, random_share=0.3, search_share=0.6)
+    file = saved(*run)
+    for _ in range(4):
+        run_epoch(*run)
+    model, optimizer, search = run
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    search.load_state_dict(state["search"])
+    model.load_state_dict(state["model"])
+    train_epoch(model, optimizer, BATCHES)
+    assert not search.strengths.any()
+
+
+def test_a_search_that_is_over_can_go_back_to_searching():
+    run = start()
+    file = None
+    for epoch in range(4):
+        if epoch == 2:
+            file = saved(*run)
+        run_epoch(*run)
+    model, _, search = run
+    structure = dyrep.structure(model)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    search.load_state_dict(state["search"])
+    model.load_state_dict(state["model"], strict=True)
+    assert run_epoch(*run)
+    assert dyrep.structure(model) == structure
+
+
+def test_states_of_something_else_are_refused():
+    _, _, search = start()
+    for state in ({}, {"format": 1}, None, {"format": 2, "strengths": torch.zeros(19)}):
+        with pytest.raises(CheckpointError, match="not a RepNAS state of format 1"):
+            search.load_state_dict(state)
+    other = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    state = RepNAS(other, optimizer, RepNASConfig(total=3), example_input=X).state_dict()
+    with pytest.raises(CheckpointError, match="the saved search has 6 gates, this one 19"):
+        search.load_state_dict(state)
+
+
+# -- several processes ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def member(rank, init_file):
+    """One of two processes that work together; they leave together too."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def search_on_rank(rank, init_file, out, convert_first):
+    with member(rank, init_file):
+        plain = make_net(seed=rank)  # DistributedDataParallel gives both the weights of rank 0
+        torch.manual_seed(rank)
+        if convert_first:
+            dyrep.convert_(plain, "repnas", example_input=X)
+        model = DistributedDataParallel(plain)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+        config = RepNASConfig(total=5, random_share=0.2, search_share=0.6)
+        search = RepNAS(model, optimizer, config, example_input=X, log=f"{out}/rank{rank}.jsonl")
+        batches = make_batches(seed=rank)
+        strengths = []
+        for _ in range(5):
+            train_epoch(model, optimizer, batches)
+            search.epoch_end()
+            strengths.append(search.strengths.detach().clone())
+        saved = {"model": plain.state_dict(), "structure": dyrep.structure(model), "strengths": strengths}
+        torch.save(saved, f"{out}/rank{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("convert_first", [True, False])
+def test_two_ranks_learn_the_same_strengths_and_end_with_the_same_weights(tmp_path, convert_first):
+    mp.spawn(search_on_rank, args=(tmp_path / "init", str(tmp_path), convert_first), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first["strengths"], second["strengths"], strict=True))
+    assert not first["strengths"][0].any()
+    assert first["strengths"][1].unique().numel() > 1
+    assert first["structure"] == second["structure"]
+    own = {"running_mean", "running_var", "num_batches_tracked"}  # each rank sees its own data
+    shared = [key for key in first["model"] if key.rpartition(".")[2] not in own]
+    assert any("origin_norm" in key or "branches" in key for key in shared)
+    for key in shared:
+        assert torch.equal(first["model"][key], second["model"][key]), key
+    assert (tmp_path / "rank0.jsonl").exists()
+    assert not (tmp_path / "rank1.jsonl").exists()
