@@ -161,13 +161,29 @@ def test_one_norm_is_enough_for_a_block_not_to_be_linear():
     assert not block.is_linear
 
 
-def test_norms_inside_a_branch_of_a_linear_block_are_not_passed_over_in_training():
+@pytest.mark.parametrize("layer", ["0", "0.branches.1x1-KxK.conv"])
+def test_a_linear_block_grows_no_branches_with_norms_which_would_never_see_a_batch(layer):
     model = nn.Sequential(linear_block(nn.Conv2d(4, 4, 3, padding=1, bias=False), ("1x1-KxK", "1x1")))
-    inner = model[0].branches["1x1-KxK"].conv
-    dyrep.expand_(model, "0.branches.1x1-KxK.conv", ["1x1"])
-    before = inner.branches["1x1"].norm.running_var.clone()
-    model.train()(images(torch.float32))
-    assert not torch.equal(inner.branches["1x1"].norm.running_var, before)
+    reason = "its block is folded at every step, and a branch with a norm cannot be"
+    with pytest.raises(IneligibleLayerError, match=f"layer '{layer}' cannot be expanded: {reason}"):
+        dyrep.expand_(model, layer, ["1xK"])
+    assert {target.name: target.reason for target in dyrep.targets(model) if target.kernel_size == (3, 3)} == {
+        "0": reason,
+        "0.branches.1x1-KxK.conv": reason,
+    }
+    assert dyrep.structure(model)["blocks"]["0"]["branches"] == ["1x1-KxK", "1x1"]
+
+
+def test_a_block_that_is_searched_or_has_lost_its_kernel_does_not_grow():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False))
+    dyrep.convert_(model, "repnas", replace="conv")
+    with pytest.raises(IneligibleLayerError, match="its branches are being searched"):
+        dyrep.expand_(model, "0", ["1x1"])
+    for branch in model[0].branch_modules().values():
+        branch.norm.open_for_good_()
+    model[0].switch_origin_off_()
+    with pytest.raises(IneligibleLayerError, match="its original kernel, which would make up for new branches, has"):
+        dyrep.expand_(model, "0", ["1x1"])
 
 
 @either_mode

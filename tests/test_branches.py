@@ -43,7 +43,7 @@ def options(conv: nn.Module) -> dict[str, BranchOption]:
     return branch_options(ConvGeometry.of(conv))
 
 
-@settings(max_examples=280, deadline=None, derandomize=True)
+@settings(max_examples=220, deadline=None, derandomize=True)
 @given(conv_cases())
 def test_every_possible_branch_computes_what_its_folded_kernel_does_in_the_origin(case):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):

@@ -66,8 +66,8 @@ def test_a_scale_multiplies_every_channel_by_its_factor_in_either_mode(ndim):
 
 def test_a_scale_has_one_factor_per_channel_and_nothing_else():
     scale = ChannelScale(4, gamma=0.25, dtype=torch.float64)
-    assert list(scale.state_dict()) == ["weight"]
-    assert [name for name, _ in scale.named_parameters()] == ["weight"]
+    assert list(scale.state_dict()) == ["factor"]
+    assert [name for name, _ in scale.named_parameters()] == ["factor"]
     assert torch.equal(scale.weight, torch.full((4,), 0.25, dtype=torch.float64))
     assert scale.bias is None
     assert not scale.normalises

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+REPLACES = "replaces_norm"
 _UNDOABLE_SCALE = 1e-4  # below this, an origin norm is reset rather than divided by
 
 
@@ -103,15 +104,16 @@ class RepConv(_Base):
     def replace_norm_(self, norm: nn.Module) -> None:
         """Take the place of the batch norm that follows; its running statistics stay with it."""
         self._passed = (step_aside_(norm),)
+        # in a state dict this says that a norm is to be replaced, though not which one
+        self.register_buffer(REPLACES, torch.ones((), dtype=torch.bool, device=self.weight.device))
 
     @torch.no_grad()
     def switch_origin_off_(self) -> None:
         """Leave the original kernel out from now on; only the branches are left."""
-        self.weight.zero_()
-        self.weight.requires_grad_(False)
-        if self.bias is not None:
-            self.bias.zero_()
-            self.bias.requires_grad_(False)
+        for parameter in self.parameters(recurse=False):
+            parameter.zero_()
+            parameter.requires_grad_(False)
+            parameter.grad = None  # an optimizer goes on stepping where there is one
         self.origin_norm = None
         self.origin_off = True
 
@@ -216,7 +218,12 @@ class RepConv(_Base):
 
     def _take_on_structure_(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         start = prefix + "branches."
-        self._check_shift(state_dict, prefix)
+        if prefix + REPLACES in state_dict and self.passed_norm is None:
+            raise StructureError(
+                f"layer {prefix.removesuffix('.')!r}: in this state dict the block replaces the norm after the "
+                "convolution too, and a state dict does not say which one that is: load it with dyrep.load, or give "
+                "the model its structure with dyrep.restructure_ first"
+            )
         found = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
         kept = {name: branch for name, branch in self.branch_modules().items() if name in found}
         scaling = _scaling_in(state_dict, prefix)
@@ -234,16 +241,6 @@ class RepConv(_Base):
         elif self.origin_norm is None or self.origin_norm.kind != scaling:
             self.origin_norm = origin_scaling_for(self, scaling)
             self._prepare_below_(self.origin_norm)
-
-    def _check_shift(self, state_dict: Mapping[str, Any], prefix: str) -> None:
-        parts = (prefix + "branches.", prefix + "origin_norm.")
-        shifts = any(key.startswith(parts) and key.endswith("norm.bias") for key in state_dict)
-        if shifts and not self.has_shift:
-            raise StructureError(
-                f"layer {prefix.removesuffix('.')!r}: in this state dict the block replaces the norm after the "
-                "convolution too, and a state dict does not say which one that is: load it with dyrep.load, or give "
-                "the model its structure with dyrep.restructure_ first"
-            )
 
     def _prepare_below_(self, module: nn.Module) -> None:
         """Make the convolutions inside a branch able to grow by loading in turn."""
@@ -333,7 +330,7 @@ def _scaling_in(state_dict: Mapping[str, Any], prefix: str) -> str:
     found = {key.rpartition(".")[2] for key in state_dict if key.startswith(parts)}
     if "gate" in found:
         return GatedNorm.kind
-    return "norm" if "running_var" in found or not found else "linear"
+    return "linear" if "factor" in found else "norm"
 
 
 def as_block_(conv: nn.Module) -> RepConv:
@@ -361,6 +358,7 @@ def _write_plain_(block: RepConv, kernel: Tensor, bias: Tensor | None) -> ConvNd
     if block.passed_norm is not None:
         # the shift goes to the convolution if it has a bias, and to the norm if it has none
         step_back_(block.passed_norm, bias if block.bias is None else None)
+    block._buffers.pop(REPLACES, None)
     block.__class__ = _PLAIN_OF[type(block)]
     del block._modules["branches"], block._modules["origin_norm"]
     for attribute in ("geometry", "origin_off", "prepared", "norm_group", "_passed"):

@@ -30,6 +30,7 @@ class PassedNorm(nn.Module):
     running_var: Tensor
     eps: float
     momentum: float | None
+    num_batches_tracked: Tensor | None
     kind: type[nn.Module]
     trained: tuple[bool, bool]
 
@@ -43,6 +44,8 @@ class PassedNorm(nn.Module):
     def _watch(self, x: Tensor) -> None:
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(wide, dim=[d for d in range(x.dim()) if d != 1])
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
         momentum = _MOMENTUM if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(var.to(self.running_var.dtype), momentum)

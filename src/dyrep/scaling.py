@@ -43,8 +43,14 @@ class ChannelScale(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((channels,), gamma, device=device, dtype=dtype))
+        # not called weight, so that a state dict tells it from a norm
+        self.factor = nn.Parameter(torch.full((channels,), gamma, device=device, dtype=dtype))
         self.bias = None
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The factors, under the name that a norm has for them."""
+        return self.factor
 
     @property
     def importance(self) -> Tensor:

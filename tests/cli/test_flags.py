@@ -12,6 +12,7 @@ from dyrep.config import DyRepConfig
 from dyrep.engine import running
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.recipes import RECIPES
+from dyrep.methods import RepNASConfig
 from dyrep.scoring import SCORES
 
 
@@ -46,7 +47,13 @@ def help_text():
 
 
 @pytest.mark.parametrize(
-    ("cls", "hidden"), [(Recipe, {"name", "dyrep"}), (DyRepConfig, {"seed", "total"}), (RunSettings, set())]
+    ("cls", "hidden"),
+    [
+        (Recipe, {"name", "structure", "dyrep", "repnas"}),
+        (DyRepConfig, {"seed", "total"}),
+        (RepNASConfig, {"total"}),
+        (RunSettings, set()),
+    ],
 )
 def test_help_names_every_setting_with_its_description(cls, hidden, help_text):
     fields = {field.name for field in dataclasses.fields(cls)}
@@ -124,7 +131,7 @@ def test_a_flag_that_is_not_there_is_answered_with_the_ones_it_resembles(failing
     ("words", "told"),
     [
         (("--crop", "round"), ("'round'", "'--crop'", "none", "pad", "resized")),
-        (("--method", "dbb"), ("'dbb'", "origin", "dyrep")),
+        (("--method", "bdd"), ("'bdd'", "origin", "dbb", "dyrep-40")),
         (("--dataset", "mnist"), ("'mnist'", "digits", "cifar10", "cifar100", "folder")),
         (("--precision", "int8"), ("'int8'", "auto", "fp32", "bf16", "fp16")),
         (("--score", "luck"), ("score='luck'", *SCORES)),

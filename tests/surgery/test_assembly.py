@@ -108,7 +108,10 @@ MALFORMED = {
     ),
     "origin norm in words": ({"branches": ["1x1"], "origin_norm": "no"}, "origin_norm must be .*, got 'no'"),
     "origin in words": ({"branches": ["1x1"], "origin": "no"}, "origin must be .*, got 'no'"),
-    "a norm on an origin that is off": ({"branches": ["1x1"], "origin_norm": True, "origin": False}, "origin"),
+    "a norm on an origin that is off": (
+        {"branches": ["1x1"], "origin_norm": True, "origin": False},
+        "there is no origin",
+    ),
 }
 
 

@@ -522,8 +522,8 @@ def test_structure_of_a_converted_model_says_what_its_blocks_are():
     }
 
 
-@pytest.mark.parametrize("after", METHODS)
-@pytest.mark.parametrize("before", METHODS)
+@pytest.mark.parametrize("after", ["dbb", "orepa", "repnas"])
+@pytest.mark.parametrize("before", ["repvgg", "mobileone", "orepa", "repnas"])
 def test_restructure_turns_one_method_into_another_and_keeps_the_eval_function(before, after):
     model, wanted, x = converted(before).double(), dyrep.structure(converted(after)), images(1)[0].double()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.01, momentum=0.9)
@@ -561,17 +561,6 @@ def test_restructure_changes_the_branches_of_a_block_without_its_original_kernel
     assert not model[3].weight.any()
 
 
-@pytest.mark.parametrize("method", ["orepa", "repnas"])
-def test_structure_of_a_converted_model_that_was_expanded_goes_onto_a_plain_one(method):
-    model = converted(method)
-    if "1xK" in model[3].branches:
-        model[3].set_branches_({b: m for b, m in model[3].branch_modules().items() if b != "1xK"})
-    dyrep.expand_(model, "3", ["1xK"])
-    twin = dyrep.restructure_(normed_net(), dyrep.structure(model))
-    twin.load_state_dict(model.state_dict(), strict=True)
-    assert_rebuilt(model, twin)
-
-
 REPLACING = {"branches": ["1x1"], "origin_norm": True, "replaces": "4"}
 WRONG_NORMS = {
     "a norm the model does not have": ({**REPLACING, "replaces": "9"}, "layer '3': .* replaces the norm '9', which"),
@@ -607,7 +596,7 @@ HALF_WAY = {
 }
 
 
-@pytest.mark.parametrize("method", [None, *METHODS])
+@pytest.mark.parametrize("method", [None, "repvgg", "orepa", "repnas"])
 @pytest.mark.parametrize("kind", HALF_WAY)
 def test_failure_half_way_restores_norms_and_what_is_trained(kind, method):
     blocks, message = HALF_WAY[kind]

@@ -184,8 +184,8 @@ class CosineBranch(Branch):
     def __init__(self, geometry: ConvGeometry, **arguments: Any) -> None:
         super().__init__(geometry, **arguments)
         self.point = self._pointwise(geometry.in_channels, geometry.out_channels)
-        waves = algebra.cosine_filters(geometry.out_channels, geometry.kernel_size)
-        self.register_buffer("filters", waves.to(**self._like), persistent=False)
+        filters = algebra.cosine_filters(geometry.out_channels, geometry.kernel_size, **self._like)
+        self.register_buffer("filters", filters, persistent=False)
 
     def kernel(self, dtype: torch.dtype) -> Tensor:
         """See `Branch.kernel`."""

@@ -52,7 +52,7 @@ class Method:
         wanted = self.branches
         if self.name == "mobileone":
             wanted = (*(f"{ORIGIN}-{number}" for number in range(2, copies + 1)), *wanted)
-        if self.name == "dbb" and geometry.depthwise:
+        if self.name == "dbb" and geometry.groups == geometry.out_channels > 1:
             wanted = tuple(branch for branch in wanted if branch != "1x1")
         options = {branch: branch_option(branch, geometry) for branch in wanted}
         return tuple(b for b, o in options.items() if o.possible and (self.repeats or not o.duplicate))

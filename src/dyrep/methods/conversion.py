@@ -29,6 +29,7 @@ from dyrep.surgery.wrappers import forget_compiled, unwrap
 REPLACE = ("conv", "conv+norm")
 MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of a ResNet, as they are
 COPIES = 4  # of MobileOne-S0
+MOST_COPIES = 99
 
 
 def convert_(
@@ -65,7 +66,7 @@ def convert_(
         preserve: take what the branches compute out of the original kernel, so that the network's function in eval
             mode stays what it was.
         gamma: initial γ of every branch (default: 1, and 0.01 with ``preserve``).
-        copies: how many KxK kernels a block of ``"mobileone"`` has.
+        copies: how many KxK kernels a block of ``"mobileone"`` has, the original one included.
         max_kernel: leave larger kernels as they are (None: no limit).
         include: convert only layers that match one of these patterns (``"backbone.*"``).
         exclude: never convert layers that match one of these.
@@ -88,7 +89,9 @@ def convert_(
     chosen = _checked_method(method, structure, preserve)
     model = unwrap(model)
     gamma = (0.01 if preserve or chosen.name == "fixed" else 1.0) if gamma is None else gamma
-    check_growth(gamma, copies)
+    check_growth(gamma, width=1)
+    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= MOST_COPIES:
+        raise ConfigError(f"copies={copies!r}: must be a whole number from 1 to {MOST_COPIES}")
     if optimizer is not None:
         check_optimizer(optimizer)
     if structure is not None:
@@ -97,7 +100,7 @@ def convert_(
         return [Edit("expand", name, tuple(block["branches"])) for name, block in made.items()]
     if not chosen.builds_blocks:
         return []
-    convs = _chosen_layers(model, chosen, max_kernel, tuple(include), tuple(exclude))
+    convs = _chosen_layers(model, chosen, copies, max_kernel, tuple(include), tuple(exclude))
     if optimizer is not None:
         for name, conv in convs.items():
             check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
@@ -151,7 +154,12 @@ def _checked_method(name: str, structure: Mapping[str, Any] | None, preserve: bo
 
 
 def _chosen_layers(
-    model: nn.Module, chosen: Method, max_kernel: int | None, include: tuple[str, ...], exclude: tuple[str, ...]
+    model: nn.Module,
+    chosen: Method,
+    copies: int,
+    max_kernel: int | None,
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
 ) -> dict[str, nn.Module]:
     """The convolutions to convert, by name; one that is shared by several names counts once."""
     cannot = refusals(model)
@@ -167,7 +175,7 @@ def _chosen_layers(
         if not reason:
             geometry = ConvGeometry.of(module)
             reason = why_not(chosen, geometry, max_kernel)
-            if not reason and not chosen.branches_for(geometry, COPIES):
+            if not reason and not chosen.branches_for(geometry, copies):
                 reason = "no branch of the method fits it"
         if reason:
             reasons[name] = reason

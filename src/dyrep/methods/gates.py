@@ -45,7 +45,7 @@ class Gates:
                 assert isinstance(norm, GatedNorm)
                 self.names.append((layer, name))
                 self._norms.append(norm)
-        self.kept = max(int(keep * len(self.names)), 1)
+        self.kept = max(int(keep * len(self.names) + 1e-9), 1)
         device = self._norms[0].weight.device if self._norms else torch.device("cpu")
         self._block = torch.tensor(blocks, device=device, dtype=torch.long)
         self._origins = torch.tensor(starts, device=device, dtype=torch.long)
@@ -62,7 +62,7 @@ class Gates:
         uniform = torch.rand_like(strengths).clamp(1e-6, 1 - 1e-6)
         noisy = strengths + uniform.log() - (-uniform).log1p()  # logistic: the difference of two Gumbel variables
         soft = noisy.sigmoid()
-        return self.ranked(noisy.detach()) + soft - soft.detach()
+        return self.ranked(noisy.detach()) + (soft - soft.detach())
 
     def set_drawn(self, values: Tensor | None) -> None:
         """Put the gates of a training step in place, or take them away."""

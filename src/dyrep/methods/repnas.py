@@ -68,7 +68,7 @@ class RepNASConfig:
     @property
     def ends(self) -> tuple[int, int]:
         """After how many epochs the random part ends, and the search."""
-        first = max(round(self.random_share * self.total), 1)
+        first = min(max(round(self.random_share * self.total), 1), self.total - 2)
         return first, min(max(round(self.search_share * self.total), first + 1), self.total - 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -147,16 +147,13 @@ class RepNAS:
         if not self.gates.names:
             convert_(inner, "repnas", example_input=example_input, optimizer=optimizer, **options)
             self.gates = Gates(inner, config.keep)
+            self._refresh_wrappers()
         first = next(inner.parameters())
         self.strengths = torch.zeros(len(self.gates.names), device=first.device, requires_grad=True)
         self._names = list(self.gates.names)
         self._steps = torch.zeros((), dtype=torch.int64, device=first.device)  # replayed graphs count on the device
         self._learner: torch.optim.Adam | None = None
-        self._handles = [
-            inner.register_forward_pre_hook(self._before_forward),
-            inner.register_forward_hook(self._after_forward, always_call=True),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._handles = self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=config.to_dict(), gates=len(self._names), kept=self.gates.kept)
 
@@ -164,6 +161,14 @@ class RepNAS:
     def events(self) -> list[dict[str, Any]]:
         """What has happened so far, as logged."""
         return self._log.events
+
+    def _watch(self) -> list[Any]:
+        inner = bare(self.model)
+        return [
+            inner.register_forward_pre_hook(_Hook(self, "_before_forward")),
+            inner.register_forward_hook(_Hook(self, "_after_forward"), always_call=True),
+            self.optimizer.register_step_post_hook(_Hook(self, "_after_step")),
+        ]
 
     # -- every step ---------------------------------------------------------------------------------------------
 
@@ -194,9 +199,12 @@ class RepNAS:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Open the strongest gates for eval mode and folding."""
+        """Open the strongest gates for eval mode and folding, in the model and in copies that follow it."""
         if self.gates is not None:
-            self.gates.set_open(self.gates.ranked(self.strengths))
+            strongest = self.gates.ranked(self.strengths)
+            self.gates.set_open(strongest)
+            for average in self._averages:
+                Gates(_inside(average), self.config.keep).set_open(strongest)
 
     # -- every epoch --------------------------------------------------------------------------------------------
 
@@ -217,6 +225,7 @@ class RepNAS:
             self._start_learning(int(self._steps) / self.epoch * (search_end - random_end))
         if self.epoch >= search_end:
             return self.finish()
+        self.refresh()
         self._log.write("search", epoch=self.epoch, strengths=self._readable(self.strengths.tolist()))
         return []
 
@@ -251,7 +260,7 @@ class RepNAS:
         remove_(self.optimizer, [p for parameters in gone.values() for p in parameters])
         self._end()
         for average in self._averages:
-            settle_(bare(getattr(average, "module", average)), keep)
+            settle_(_inside(average), keep)
         self._refresh_wrappers()
         edits = [
             Edit("cut", layer, tuple(b for where, b in self._names if where == layer and b not in keep[layer]))
@@ -273,9 +282,16 @@ class RepNAS:
         return edits
 
     def _end(self) -> None:
+        self.close()
         self.gates = self._learner = None
         self.strengths = self.strengths.detach()
         self.updates += 1
+
+    def _begin_again(self) -> None:
+        """Go back to searching, in a model that has gated blocks again."""
+        self.gates = Gates(bare(self.model), self.config.keep)
+        self.strengths.requires_grad_()
+        self._handles = self._watch()
 
     def _refresh_wrappers(self) -> None:
         ddp = find_ddp(self.model)
@@ -294,12 +310,16 @@ class RepNAS:
     def deploy(self) -> nn.Module:
         """A plain copy of the model with the same function; during the search, that of its strongest branches."""
         self.refresh()
-        return deploy(self.model)
+        plain = deploy(self.model)
+        for hooks in (plain._forward_pre_hooks, plain._forward_hooks):
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+                del hooks[key]
+        return plain
 
     def close(self) -> None:
         """Stop watching the model and its optimizer."""
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on, except the model's own state dict: tensors and plain data."""
@@ -334,17 +354,42 @@ class RepNAS:
         restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
         load_state_by_name_(self.optimizer, model, state["optimizer"])
         counters = state["counters"]
+        if state["searching"] and self.gates is None:
+            self._begin_again()
         with torch.no_grad():
             self.strengths.copy_(state["strengths"])
+        self._learner = None
         if state["learner"] is not None:
             self._start_learning(1)
             assert self._learner is not None
             self._learner.load_state_dict(state["learner"])
-        if not state["searching"]:
-            for average in self._averages:
-                restructure_(bare(getattr(average, "module", average)), state["structure"], generator=torch.Generator())
+        for average in self._averages:
+            restructure_(_inside(average), state["structure"], generator=torch.Generator())
+        if not state["searching"] and self.gates is not None:
             self._end()
-            self._refresh_wrappers()
+        self._refresh_wrappers()
         self.epoch, self.updates = counters["epoch"], counters["updates"]
         self._steps.fill_(counters["step"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=counters["step"])
+
+
+def _inside(average: nn.Module) -> nn.Module:
+    """The copy of the model that a moving average keeps."""
+    return bare(getattr(average, "module", average))
+
+
+class _Hook:
+    """Calls a method of a search; in a copy of the model, which is not being searched, it does nothing."""
+
+    def __init__(self, search: RepNAS | None, name: str) -> None:
+        self._search, self._name = search, name
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._search is not None:
+            getattr(self._search, self._name)(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
+        return _Hook(None, self._name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (None, self._name)

@@ -75,13 +75,18 @@ class Blueprint:
         if not isinstance(branches, list) or not all(isinstance(b, str) and is_branch(b) for b in branches):
             raise StructureError(f"layer {layer!r}: branches must be a list from {branch_list()}, got {branches!r}")
         plan = cls(**{**data, "branches": tuple(branches)})
+        for name in ("origin_norm", "origin"):
+            if not isinstance(getattr(plan, name), bool):
+                raise StructureError(f"layer {layer!r}: {name} must be true or false, got {getattr(plan, name)!r}")
+        if plan.origin_norm and not plan.origin:
+            raise StructureError(f"layer {layer!r}: there is no original kernel that could have a norm")
         if not plan.branches and not plan.origin_norm:
             raise StructureError(f"layer {layer!r}: a block needs at least one branch; leave plain layers out")
-        if not isinstance(plan.width, int) or plan.width < 1:
+        if isinstance(plan.width, bool) or not isinstance(plan.width, int) or plan.width < 1:
             raise StructureError(f"layer {layer!r}: width must be a positive whole number, got {plan.width!r}")
         if plan.scaling not in SCALINGS:
             raise StructureError(f"layer {layer!r}: scaling must be one of {', '.join(SCALINGS)}, got {plan.scaling!r}")
-        if plan.replaces is not None and (plan.scaling == "linear" or plan.origin_norm is not plan.origin):
+        if plan.replaces is not None and (plan.scaling == "linear" or plan.origin_norm != plan.origin):
             raise StructureError(
                 f"layer {layer!r}: a block in place of a norm, {plan.replaces!r}, needs norms on all its branches"
             )

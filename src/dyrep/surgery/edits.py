@@ -23,7 +23,7 @@ from dyrep.surgery.assembly import attach_, join_
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
 from dyrep.surgery.optimizer import check_holds, check_optimizer, remove_
 from dyrep.surgery.preserve import Forward
-from dyrep.surgery.targets import require_eligible, resolve
+from dyrep.surgery.targets import require_growable, resolve
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import forget_compiled, unwrap
 
@@ -112,7 +112,7 @@ def expand_(
     """
     model = unwrap(model)
     convs = resolve(model, names)
-    require_eligible(model, convs)
+    require_growable(model, convs)
     check_growth(gamma, width)
     if origin_norm not in ORIGIN_NORMS:
         raise ConfigError(f"origin_norm={origin_norm!r} is unknown; valid are {', '.join(ORIGIN_NORMS)}")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dyrep.block import RepConv, as_plain_
+from dyrep.block import REPLACES, RepConv, as_plain_
 from dyrep.errors import DyRepError
 from dyrep.surgery.preserve import Forward, device_of, preserved, run_batch
 from dyrep.surgery.wrappers import bare, forget_compiled
@@ -214,7 +214,8 @@ def _largest(errors: Iterable[float]) -> float:
 
 def _plain_keys(model: nn.Module) -> set[str]:
     blocks = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, RepConv)]
-    extras = tuple(f"{name}.{part}." if name else f"{part}." for name in blocks for part in ("branches", "origin_norm"))
+    parts = ("branches.", "origin_norm.", REPLACES)
+    extras = tuple(f"{name}.{part}" if name else part for name in blocks for part in parts)
     return {key for key in model.state_dict() if not key.startswith(extras)}
 
 

@@ -39,7 +39,8 @@ def following_norms(
     modes = {id(module): module.training for module in model.modules()}
     watcher = _Watcher(convs)
     with preserved(model, training=False), watcher.hooked(model), watcher:
-        run_batch(model, example_input, forward)
+        for leaf in tree_leaves(run_batch(model, example_input, forward)):
+            watcher.note_use(leaf)
     found: dict[str, str] = {}
     missing: dict[str, str] = {}
     for name in convs:
@@ -92,10 +93,14 @@ class _Watcher(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if not self._inside and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
             for leaf in tree_leaves((args, kwargs)):
-                if id(leaf) in self._outputs:
-                    name = self._outputs[id(leaf)][0]
-                    self.others[name] = self.others.get(name, 0) + 1
+                self.note_use(leaf)
         return result
+
+    def note_use(self, value: Any) -> None:
+        """Count a use of a convolution's output, if that is what this is."""
+        if id(value) in self._outputs:
+            name = self._outputs[id(value)][0]
+            self.others[name] = self.others.get(name, 0) + 1
 
     def _note_output(self, name: str, output: Tensor) -> None:
         self.calls[name] = self.calls.get(name, 0) + 1

@@ -246,6 +246,8 @@ def _fits(block: Blueprint, plan: Blueprint | None) -> bool:
     same = ("origin_norm", "scaling", "replaces", "origin")
     if any(getattr(block, name) != getattr(plan, name) for name in same):
         return False
+    if not plan.origin and set(block.branches) != set(plan.branches):
+        return False  # there is no original kernel to take a branch's part over
     return "1x1-KxK" not in block.branches or "1x1-KxK" not in plan.branches or block.width == plan.width
 
 

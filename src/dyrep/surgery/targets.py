@@ -14,6 +14,7 @@ from dyrep.block import RepConv
 from dyrep.branches import branch_options
 from dyrep.errors import IneligibleLayerError, UnknownLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
+from dyrep.scaling import ChannelScale, GatedNorm
 from dyrep.surgery.wrappers import unwrap
 
 _SELF_FOLDING = ("fuse", "reparameterize", "switch_to_deploy")
@@ -71,8 +72,15 @@ def targets(model: nn.Module) -> list[Target]:
     holders = _weight_holders(model)
     parents = {name: type(m).__name__ for name, m in model.named_modules() if _folds_itself(m)}
     blocks = [name for name, module in model.named_modules() if isinstance(module, RepConv)]
+    closed = _closed_blocks(model)
     return [
-        _describe(name, module, sum(is_inside(name, block) for block in blocks), holders, parents)
+        _describe(
+            name,
+            module,
+            sum(is_inside(name, block) for block in blocks),
+            _closed(name, closed) or _refusal(module, holders),
+            parents,
+        )
         for name, module in model.named_modules()
         if isinstance(module, _ConvNd)
     ]
@@ -102,6 +110,15 @@ def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module
     return found
 
 
+def require_growable(model: nn.Module, convs: dict[str, nn.Module]) -> None:
+    """Raise unless every one of these convolutions can be operated on exactly, and may grow branches with norms."""
+    require_eligible(model, convs)
+    closed = _closed_blocks(model)
+    for name in convs:
+        if reason := _closed(name, closed):
+            raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
+
+
 def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
     """Raise unless every one of these convolutions can be operated on exactly."""
     holders = _weight_holders(model)
@@ -124,10 +141,26 @@ def is_inside(name: str, block: str, branch: str | None = None) -> bool:
     return name.startswith(start if branch is None else f"{start}{branch}.")
 
 
-def _describe(
-    name: str, conv: nn.Module, depth: int, holders: dict[int, list[nn.Module]], parents: dict[str, str]
-) -> Target:
-    reason = _refusal(conv, holders)
+def _closed_blocks(model: nn.Module) -> dict[str, str]:
+    """Blocks of methods that do not grow, and why."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, RepConv):
+            norms = [module.origin_norm, *(branch.norm for branch in module.branch_modules().values())]
+            if any(isinstance(norm, ChannelScale) for norm in norms):
+                found[name] = "its block is folded at every step, and a branch with a norm cannot be"
+            elif any(isinstance(norm, GatedNorm) for norm in norms):
+                found[name] = "its branches are being searched"
+            elif module.origin_off:
+                found[name] = "its original kernel, which would make up for new branches, has been left out"
+    return found
+
+
+def _closed(name: str, blocks: dict[str, str]) -> str:
+    return next((reason for block, reason in blocks.items() if name == block or is_inside(name, block)), "")
+
+
+def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict[str, str]) -> Target:
     present = tuple(conv.branches) if isinstance(conv, RepConv) else ()
     wanted: tuple[str, ...] = ()
     left_out: dict[str, str] = {}

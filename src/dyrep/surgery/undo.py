@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ class Snapshot:
     def __init__(self, layers: Iterable[nn.Module], optimizer: Optimizer | None) -> None:
         modules = list(layers)
         modules += [m.passed_norm for m in modules if isinstance(m, RepConv) and m.passed_norm is not None]
-        self._modules = [(m, type(m), dict(m.__dict__), dict(m._modules), _rewritable(m)) for m in modules]
+        self._modules = [(m, type(m), dict(m.__dict__), _registered(m), _rewritable(m)) for m in modules]
         self._optimizer = optimizer
         if optimizer is not None:
             groups = optimizer.param_groups
@@ -40,12 +41,13 @@ class Snapshot:
     @torch.no_grad()
     def restore_(self) -> None:
         """Put everything back."""
-        for module, kind, attributes, children, values in self._modules:
+        for module, kind, attributes, registered, values in self._modules:
             module.__class__ = kind
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            module._modules.clear()
-            module._modules.update(children)
+            for registry, content in registered:
+                registry.clear()
+                registry.update(content)
             for tensor, value, trained in values:
                 tensor.copy_(value)
                 tensor.requires_grad_(trained)
@@ -57,6 +59,11 @@ class Snapshot:
             self._optimizer.state.clear()
             self._optimizer.state.update(self._state)
         forget_compiled()
+
+
+def _registered(module: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Where a module keeps its children and buffers, and what is there now."""
+    return [(registry, dict(registry)) for registry in (module._modules, module._buffers)]
 
 
 def _rewritable(module: nn.Module) -> list[tuple[Tensor, Tensor, bool]]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dyrep.errors import WrappedModelError
+from dyrep.passing import PassedNorm
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -98,6 +99,7 @@ def rewrap_ddp_(wrapper: DistributedDataParallel) -> None:
 def sync_group(model: nn.Module) -> tuple[Any] | None:
     """The process group of a model's SyncBatchNorm layers, in a tuple (None is one too), or None without any."""
     for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm):
+        aside = isinstance(module, PassedNorm) and module.kind is nn.SyncBatchNorm
+        if aside or isinstance(module, nn.SyncBatchNorm):
             return (module.process_group,)
     return None
