@@ -112,11 +112,11 @@ def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module
 
 def require_growable(model: nn.Module, convs: dict[str, nn.Module]) -> None:
     """Raise unless every one of these convolutions can be operated on exactly, and may grow branches with norms."""
-    require_eligible(model, convs)
     closed = _closed_blocks(model)
     for name in convs:
         if reason := _closed(name, closed):
             raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
+    require_eligible(model, convs)
 
 
 def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
