@@ -1,4 +1,4 @@
-"""``dyrep train``, ``dyrep inspect``, ``dyrep deploy``, ``dyrep recipes``."""
+"""``dyrep train``, ``dyrep inspect``, ``dyrep deploy``, ``dyrep recipes``, ``dyrep methods``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ usage: dyrep COMMAND ...
   dyrep inspect RUN                          the structure of a run's network, with importances and costs
   dyrep deploy RUN -o plain.safetensors      fold a run's network into the plain one, checked
   dyrep recipes                              the recipes there are
+  dyrep methods                              the methods there are
 
 dyrep COMMAND --help tells more."""
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "inspect": _inspect,
         "deploy": _deploy,
         "recipes": _recipes,
+        "methods": _methods,
     }
     if words[0] not in commands:
         _fail(f"there is no command {words[0]!r}; valid are {', '.join(commands)}", 2)
@@ -86,6 +88,15 @@ def _recipes(words: list[str]) -> None:
     for recipe in RECIPES.values():
         settings = f"{recipe.model} on {recipe.dataset}, {recipe.epochs} epochs, batch {recipe.batch_size}"
         print(f"{recipe.name:26s}{settings}, t={recipe.dyrep.interval}")
+
+
+def _methods(words: list[str]) -> None:
+    from dyrep.methods import METHODS
+
+    for method in METHODS.values():
+        source = f" ({method.source})" if method.source else ""
+        print(f"{method.name:12s}{method.title}; changes: {method.changes}{source}")
+    print("variants of dyrep: dyrep4 (four operations), dyrep-nodep (never cuts), dyrep-40 (fixed after epoch 40)")
 
 
 def _fail(message: str, status: int) -> None:

@@ -26,6 +26,7 @@ from dyrep.surgery.wrappers import bare, find_ddp, forget_compiled, rewrap_ddp_
 
 FORMAT = 1
 _REACH = 17.5  # how far a strength can move in a search: 1e-4 x 175,000 steps of Adam, as published for ImageNet
+_FASTEST = 0.1  # however few steps there are
 _BETAS = (0.5, 0.999)
 _DECAY = 5e-4
 
@@ -40,7 +41,7 @@ class RepNASConfig:
         random_share: share of the epochs in which gates are drawn without preference, before any is learned.
         search_share: share of the epochs after which the search is over and the structure fixed.
         strength_lr: learning rate of the gates' strengths (default: such that a strength can move as far as in the
-            published search, however long this one is).
+            published search, however long this one is, but at most 0.1).
 
     Example:
         >>> RepNASConfig(total=150).ends
@@ -234,7 +235,7 @@ class RepNAS:
         return []
 
     def _start_learning(self, steps: float) -> None:
-        rate = _REACH / max(steps, 1) if self.config.strength_lr is None else self.config.strength_lr
+        rate = min(_REACH / max(steps, 1), _FASTEST) if self.config.strength_lr is None else self.config.strength_lr
         self._learner = torch.optim.Adam(
             [self.strengths],
             lr=rate,
