@@ -69,12 +69,11 @@ class RepConv(_Base):
             return self._conv_forward(input, *self.folded())
         unbatched = input.dim() == self.weight.dim() - 1
         x = self.geometry.branch_input(input)
-        outputs = [branch(x) for branch in self.branches.values()]
-        if not self.origin_off:
-            outputs.insert(0, self._origin(x))
-        y = outputs[0]
-        for other in outputs[1:]:
-            y = y + other.to(y.dtype)  # under autocast a residual is wider than a convolution
+        y = None if self.origin_off else self._origin(x)
+        for branch in self.branches.values():
+            added = branch(x)
+            y = added if y is None else y + added.to(y.dtype)  # under autocast a residual is wider than a convolution
+        assert y is not None
         return y.squeeze(0) if unbatched else y
 
     def _origin(self, x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from dyrep.cli.main import main
 from dyrep.engine import running
 from dyrep.engine.checkpoints import read
 from dyrep.engine.recipes import RECIPES
+from dyrep.methods import METHODS
 from dyrep.engine.running import load_run
 from dyrep.models import build
 
@@ -199,12 +200,20 @@ def test_without_a_command_it_tells_which_there_are(capsys):
             main(words)
         assert stopped.value.code == status
         told = capsys.readouterr().out
-        assert all(f"dyrep {command}" in told for command in ("train", "inspect", "deploy", "recipes"))
+        assert all(f"dyrep {command}" in told for command in ("train", "inspect", "deploy", "recipes", "methods"))
 
 
 def test_it_tells_its_version(capsys):
     main(["--version"])
     assert capsys.readouterr().out.strip() == dyrep.__version__
+
+
+def test_it_lists_the_methods_with_what_they_are(capsys):
+    main(["methods"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == list(METHODS)
+    assert all(METHODS[line.split()[0]].title in line for line in lines[:-1])
+    assert "dyrep-40" in lines[-1]
 
 
 def test_it_lists_the_recipes(capsys):
@@ -217,7 +226,7 @@ def test_it_lists_the_recipes(capsys):
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(failing):
     status, message = failing("trian")
     assert status == 2
-    assert message == "dyrep: there is no command 'trian'; valid are train, inspect, deploy, recipes\n"
+    assert message == "dyrep: there is no command 'trian'; valid are train, inspect, deploy, recipes, methods\n"
 
 
 @pytest.mark.parametrize("command", ["inspect", "deploy"])

@@ -249,7 +249,7 @@ def test_a_run_of_blocks_stopped_and_continued_equals_one_that_was_not(case, pla
 
 
 @pytest.mark.parametrize("case", [case for case in RESUMED if "repnas" in case])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*list(PLACES)[:3], pytest.param("everywhere", marks=pytest.mark.slow)])
 def test_a_search_stopped_and_continued_equals_one_that_was_not(case, place, whole, tmp_path, monkeypatch):
     for steps in PLACES[place]:
         assert not train_some(RESUMED[case], settings(tmp_path), steps, monkeypatch)
@@ -257,19 +257,20 @@ def test_a_search_stopped_and_continued_equals_one_that_was_not(case, place, who
     assert_same(result(tmp_path), whole(case))
 
 
-@pytest.mark.parametrize("case", ["dbb", "orepa, average", "repnas", "repnas, average"])
+@pytest.mark.parametrize("case", ["dbb", "orepa, average", "repnas, average"])
 def test_writing_checkpoints_of_blocks_changes_nothing(case, whole, tmp_path):
     train(RESUMED[case], settings(tmp_path, checkpoint_minutes=0))
     assert_same(result(tmp_path), whole(case))
 
 
-def test_the_search_is_where_the_places_say(whole, tmp_path, monkeypatch):
-    found = {}
-    for place, (steps, *_) in PLACES.items():
-        train_some(RESUMED["repnas"], settings(tmp_path / place), steps, monkeypatch)
-        state = checkpoints.read(tmp_path / place / checkpoints.LAST)["controller"]
-        found[place] = (state["searching"], state["learner"] is not None, bool(state["strengths"].count_nonzero()))
-    del found["everywhere"]
+def test_the_search_is_where_the_places_say(tmp_path, monkeypatch):
+    found, before = {}, 0
+    for place in ("random part", "search", "after the search"):
+        train_some(RESUMED["repnas"], settings(tmp_path), PLACES[place][0] - before, monkeypatch)
+        saved, before = checkpoints.read(tmp_path / checkpoints.LAST), PLACES[place][0]
+        assert saved["epoch"] * STEPS + saved["step"] == before
+        state = saved["controller"]
+        found[place] = (state["kept"] is None, state["learner"] is not None, bool(state["strengths"].count_nonzero()))
     assert found == {
         "random part": (True, False, False),
         "search": (True, True, True),
@@ -409,11 +410,14 @@ def test_the_same_seed_builds_the_same_blocks_and_another_seed_others(tmp_path):
 # -- weights that have been trained already ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dbb", "repvgg", "acnet", "dbb7", "mobileone", "fixed"])
-@pytest.mark.parametrize("replace", [None, "conv"])
+@pytest.mark.parametrize(
+    ("name", "replace"),
+    [
+        *((name, replace) for name in ("dbb", "repvgg", "acnet", "dbb7", "mobileone") for replace in (None, "conv")),
+        ("fixed", None),
+    ],
+)
 def test_blocks_start_from_the_very_function_of_given_weights(name, replace, finished, tmp_path):
-    if name == "fixed" and replace is not None:
-        pytest.skip("a structure says itself what it replaces")
     weights = finished("origin")[0] / running.PLAIN
     plain = build("small_vgg", num_classes=10, in_channels=1)
     plain.load_state_dict(load_file(weights))
@@ -510,6 +514,13 @@ def test_another_structure_is_refused_as_a_change_of_the_recipe(tmp_path, monkey
         recipe = easy(method="fixed", structure={"format": 1, "blocks": blocks})
         with pytest.raises(ConfigError, match=r"was started with other settings \(.*structure"):
             train(recipe, settings(tmp_path))
+
+
+def test_a_search_does_not_go_on_if_other_norms_are_to_be_replaced(tmp_path, monkeypatch):
+    train_some(CASES["repnas"], settings(tmp_path), 3, monkeypatch)
+    changed = easy(method="repnas", epochs=6, replace="conv")
+    with pytest.raises(CheckpointError, match="other blocks, so these cannot continue it"):
+        train(changed, settings(tmp_path, change_settings=True))
 
 
 @pytest.mark.filterwarnings("ignore::dyrep.errors.SettingsChangedWarning")

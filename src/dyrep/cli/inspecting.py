@@ -15,7 +15,7 @@ from torch import nn
 from dyrep.block import RepConv
 from dyrep.engine.running import load_run
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
-from dyrep.surgery.costs import Costs, Positions, added_macs, costs
+from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.folding import deploy
 
 _WIDE = 1000
@@ -77,7 +77,7 @@ def _layer(name: str, conv: nn.Module, counted: Costs) -> dict[str, Any]:
         "kernel": "x".join(map(str, geometry.kernel_size)),
         "channels": [geometry.in_channels, geometry.out_channels],
         "groups": geometry.groups,
-        "parameters": sum(p.numel() for p in conv.parameters()),
+        "parameters": count_parameters(conv),
         "macs": positions.output * per_position,
         "branches": [],
     }

@@ -30,10 +30,10 @@ def convert_model_(model: nn.Module, recipe: Recipe, image: Tensor) -> list[Edit
     if chosen.name == "dyrep":
         return []
     preserve = recipe.weights is not None and chosen.builds_blocks
-    if preserve and chosen.scaling == "linear":
+    if preserve and chosen.scaling != "norm":
         raise ConfigError(
-            f"method={recipe.method} cannot start from weights={recipe.weights}: its branches begin at full strength "
-            "and would change what the network computes; leave --weights out, or choose another method"
+            f"method={recipe.method} cannot start from weights={recipe.weights}: it would change what the network "
+            "computes at once; leave --weights out, or choose another method"
         )
     return convert_(
         model,

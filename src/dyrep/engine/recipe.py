@@ -164,8 +164,10 @@ class Recipe:
 
     def differences(self, other: Recipe) -> list[str]:
         """What differs in another recipe, in words."""
-        ours, theirs = _flat(self.to_dict()), _flat(other.to_dict())
-        return [f"{key}: {ours[key]!r} against {theirs[key]!r}" for key in ours if ours[key] != theirs[key]]
+        structures = _source(self.structure), _source(other.structure)
+        words = [f"structure: {structures[0]} against {structures[1]}"] if self.structure != other.structure else []
+        ours, theirs = (_flat({**recipe.to_dict(), "structure": None}) for recipe in (self, other))
+        return [f"{key}: {ours[key]!r} against {theirs[key]!r}" for key in ours if ours[key] != theirs[key]] + words
 
 
 @dataclass(frozen=True)
@@ -218,6 +220,10 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in data.items():
         flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value})
     return flat
+
+
+def _source(structure: Mapping[str, Any] | None) -> str:
+    return "none" if structure is None else f"of {structure.get('source', 'one made in Python')}"
 
 
 def _require(name: str, value: Any, valid: str, holds: bool) -> None:

@@ -207,21 +207,25 @@ def structure_of_run(reference: str) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is no such run.
-        ConfigError: at that epoch the network was plain, or had not been trained so far.
+        ConfigError: at that epoch the network was plain, was being searched, or had not been trained so far.
     """
     folder, at, number = reference.rpartition("@")
-    if at and not number.isdigit():
+    if at and not number.isdecimal():
         raise ConfigError(f"structure={reference!r}: after the @ comes the number of an epoch, as in runs/x@40")
     run = RunDirectory(folder if at else reference)
     state = run.model_state()
     found, epoch = state["structure"], int(number) if at else state["epoch"]
     if epoch > state["epoch"]:
         raise ConfigError(f"structure={reference!r}: the run has been trained for {state['epoch']} epochs so far")
-    if epoch < state["epoch"]:
-        events = [event for event in read_events(run.path / "events.jsonl") if event["type"] == "update"]
-        if events:  # a method that never updates has the same structure throughout
-            earlier = [event["structure"] for event in events if event["epoch"] <= epoch]
-            found = earlier[-1] if earlier else {"format": found["format"], "blocks": {}}
+    updates = [event for event in read_events(run.path / "events.jsonl") if event["type"] == "update"] if at else []
+    if updates:  # a method that never updates has the same structure throughout
+        # an update between two steps belongs to the epoch that was not over yet
+        unfinished = Recipe.from_dict(state["recipe"]).dyrep.unit == "step"
+        earlier = [event["structure"] for event in updates if event["epoch"] + unfinished <= epoch]
+        found = earlier[-1] if earlier else {"format": found["format"], "blocks": {}}
+    gated = any(block.get("scaling") == "gated" for block in found["blocks"].values())
+    if gated or (state["recipe"]["method"] == "repnas" and not found["blocks"]):
+        raise ConfigError(f"structure={reference!r}: at epoch {epoch} the search for a structure had not ended")
     if not found["blocks"]:
         raise ConfigError(f"structure={reference!r}: at epoch {epoch} the network has no branches")
     return {**found, "source": reference}

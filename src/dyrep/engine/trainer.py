@@ -34,7 +34,7 @@ from dyrep.engine.step import Totals, TrainStep
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
-from dyrep.methods import method
+from dyrep.methods import RepNAS, method
 from dyrep.norm import sync_norms_
 from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
@@ -106,7 +106,8 @@ class Trainer:
         averages = [] if self.average is None else [self.average.module]
         self.controller = make_controller(recipe, trained, self.optimizer, averages, self._log)
         if converted:
-            self._log.write("converted", method=recipe.method, edits=[edit.as_dict() for edit in converted])
+            edits = [edit.as_dict() for edit in converted]
+            self._log.write("converted", method=recipe.method, epochs=recipe.epochs, edits=edits)
         graph, reason = uses_graph(settings, world)
         if reason:
             reporter.message(reason)
@@ -222,6 +223,8 @@ class Trainer:
     def score(self, split: str, model: nn.Module | None = None) -> dict[str, float]:
         """Loss and accuracy on a split, ``"val"`` or ``"test"``, of the model that counts or of another one."""
         chosen = self.evaluated if model is None else model
+        if isinstance(self.controller, RepNAS):
+            self.controller.refresh()  # an average is not run by the search itself
         if self.world.size > 1:  # each rank has its own running statistics; rank 0's are those that are saved
             for buffer in chosen.buffers():
                 dist.broadcast(buffer, 0)
@@ -414,7 +417,8 @@ class Trainer:
             )
         evolves = self.controller is not None and method(saved.method) is method(self.recipe.method)
         if not evolves and state["structure"] != structure(self.model):
-            has = "has other branches" if structure(self.model)["blocks"] else "has branches already"
+            saved_blocks, blocks = state["structure"]["blocks"], structure(self.model)["blocks"]
+            has = "has no branches" if not saved_blocks else "has other branches" if blocks else "has branches already"
             raise CheckpointError(
                 f"the model in {self.run.path} {has}, so --method {self.recipe.method} cannot continue it"
             )

@@ -165,6 +165,8 @@ def dyrep_settings(name: str, config: DyRepConfig) -> DyRepConfig:
         config = replace(config, branches=None)
     if without_cutting:
         config = replace(config, cut="none")
+    if last and config.unit == "step":
+        raise ConfigError(f"method={name!r} counts epochs, and unit='step' steps: set stop instead")
     if last:
         config = replace(config, stop=int(last))
     return config

@@ -21,7 +21,7 @@ from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import check_optimizer, load_state_by_name_, remove_, state_by_name
-from dyrep.surgery.structure import restructure_, structure
+from dyrep.surgery.structure import structure
 from dyrep.surgery.wrappers import bare, find_ddp, forget_compiled, rewrap_ddp_
 
 FORMAT = 1
@@ -107,6 +107,7 @@ class RepNAS:
     Attributes:
         gates: the gates; None after the search.
         strengths: one number per gate.
+        kept: the branches of every layer that the search has decided for; None before.
         epoch: epochs completed.
         updates: how often the search has changed what a training step does.
         scorer: None; here for loops that know `dyrep.DyRep`.
@@ -153,6 +154,7 @@ class RepNAS:
         self.strengths = torch.zeros(len(self.gates.names), device=first.device, requires_grad=True)
         self._names = list(self.gates.names)
         self._steps = torch.zeros((), dtype=torch.int64, device=first.device)  # replayed graphs count on the device
+        self.kept: dict[str, list[str]] | None = None
         self._learner: torch.optim.Adam | None = None
         self._handles = self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
@@ -252,22 +254,16 @@ class RepNAS:
         if ranks.distributed(self._distributed):
             ranks.broadcast_([self.strengths])
         chosen = self.gates.ranked(self.strengths.detach()).bool().tolist()
-        strengths = self.strengths.tolist()
         keep: dict[str, list[str]] = {}
         for (layer, branch), is_open in zip(self._names, chosen, strict=True):
             keep.setdefault(layer, []).extend([branch] if is_open else [])
+        self._settle(keep)
+        self.updates += 1
+        dropped = {
+            layer: tuple(b for where, b in self._names if where == layer and b not in keep[layer]) for layer in keep
+        }
+        edits = [Edit("cut", layer, branches) for layer, branches in dropped.items() if branches]
         model = bare(self.model)
-        gone = settle_(model, keep)
-        remove_(self.optimizer, [p for parameters in gone.values() for p in parameters])
-        self._end()
-        for average in self._averages:
-            settle_(_inside(average), keep)
-        self._refresh_wrappers()
-        edits = [
-            Edit("cut", layer, tuple(b for where, b in self._names if where == layer and b not in keep[layer]))
-            for layer in keep
-        ]
-        edits = [edit for edit in edits if edit.branches]
         self._log.write(
             "update",
             update=self.updates,
@@ -275,24 +271,23 @@ class RepNAS:
             step=int(self._steps),
             edits=[edit.as_dict() for edit in edits],
             kept=keep,
-            strengths=self._readable(strengths),
+            strengths=self._readable(self.strengths.tolist()),
             structure=structure(model),
             parameters=count_parameters(model),
             seconds=round(time.perf_counter() - began, 3),
         )
         return edits
 
-    def _end(self) -> None:
+    def _settle(self, keep: dict[str, list[str]]) -> None:
+        """Keep these branches for good, in the model and in copies that follow it, and stop searching."""
+        gone = settle_(bare(self.model), keep)
+        remove_(self.optimizer, [p for parameters in gone.values() for p in parameters])
+        for average in self._averages:
+            settle_(_inside(average), keep)
         self.close()
-        self.gates = self._learner = None
+        self.kept, self.gates, self._learner = keep, None, None
         self.strengths = self.strengths.detach()
-        self.updates += 1
-
-    def _begin_again(self) -> None:
-        """Go back to searching, in a model that has gated blocks again."""
-        self.gates = Gates(bare(self.model), self.config.keep)
-        self.strengths.requires_grad_()
-        self._handles = self._watch()
+        self._refresh_wrappers()
 
     def _refresh_wrappers(self) -> None:
         ddp = find_ddp(self.model)
@@ -333,7 +328,7 @@ class RepNAS:
             "optimizer": state_by_name(self.optimizer, model),
             "strengths": self.strengths.detach().cpu().clone(),
             "learner": None if self._learner is None else self._learner.state_dict(),
-            "searching": self.gates is not None,
+            "kept": self.kept,
             "counters": {"epoch": self.epoch, "step": int(self._steps), "updates": self.updates},
             "next_event": self._log.next_seq,
         }
@@ -346,17 +341,24 @@ class RepNAS:
         """
         if not isinstance(state, Mapping) or state.get("format") != FORMAT or "strengths" not in state:
             raise CheckpointError(f"not a RepNAS state of format {FORMAT}; pass what RepNAS.state_dict() returned")
-        if len(state["strengths"]) != len(self.strengths):
+        layers = {layer for layer, _ in self._names}
+        if len(state["strengths"]) != len(self.strengths) or set(state["kept"] or layers) != layers:
             raise CheckpointError(
                 f"the saved search has {len(state['strengths'])} gates, this one {len(self.strengths)}: it is not the "
                 "same network"
             )
         model = bare(self.model)
-        restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
+        searching = state["kept"] is None
+        if searching and self.gates is None:
+            raise CheckpointError("the saved search was not over yet, and this one is: build the model and RepNAS anew")
+        if searching and structure(model) != state["structure"]:
+            raise CheckpointError(
+                "the saved search was made of other blocks, so these cannot continue it: convert the model as it was "
+                "converted then"
+            )
+        if not searching and self.gates is not None:
+            self._settle(state["kept"])
         load_state_by_name_(self.optimizer, model, state["optimizer"])
-        counters = state["counters"]
-        if state["searching"] and self.gates is None:
-            self._begin_again()
         with torch.no_grad():
             self.strengths.copy_(state["strengths"])
         self._learner = None
@@ -364,11 +366,7 @@ class RepNAS:
             self._start_learning(1)
             assert self._learner is not None
             self._learner.load_state_dict(state["learner"])
-        for average in self._averages:
-            restructure_(_inside(average), state["structure"], generator=torch.Generator())
-        if not state["searching"] and self.gates is not None:
-            self._end()
-        self._refresh_wrappers()
+        counters = state["counters"]
         self.epoch, self.updates = counters["epoch"], counters["updates"]
         self._steps.fill_(counters["step"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=counters["step"])

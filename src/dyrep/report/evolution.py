@@ -72,10 +72,11 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     from matplotlib.ticker import MaxNLocator
 
     updates = [event for event in events if event["type"] == "update"]
-    unit = "epoch" if any(event["epoch"] for event in updates) else "step"
+    unit = "step" if updates and not any(event["epoch"] for event in updates) else "epoch"
     born = lives(events)
     layers = sorted({life.layer for life in born}, key=_natural)
-    total = next((event["config"]["total"] for event in events if event["type"] == "started"), None)
+    totals = {"started": lambda event: event["config"]["total"], "converted": lambda event: event.get("epochs")}
+    total = next((totals[event["type"]](event) for event in events if event["type"] in totals), None)
     end = total or max((event[unit] for event in updates), default=0) + 1
     height = 1 + 0.12 * len(born) + 0.1 * len(layers)
     figure, axes = plt.subplots(
