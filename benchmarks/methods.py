@@ -46,6 +46,11 @@ def count(model: nn.Module, image: torch.Tensor) -> dict[str, float]:
     return {"parameters": found.parameters, "macs": found.macs, "folding_macs": found.folding_macs}
 
 
+def deployed(model: nn.Module, image: torch.Tensor) -> dict[str, float]:
+    found = count(dyrep.deploy(model), image)
+    return {"deployed_parameters": found["parameters"], "deployed_macs": found["macs"]}
+
+
 def mean(counts: list[dict[str, float]], weights: list[float]) -> dict[str, float]:
     total = sum(weights)
     return {key: sum(c[key] * w for c, w in zip(counts, weights, strict=True)) / total for key in counts[0]}
@@ -54,7 +59,7 @@ def mean(counts: list[dict[str, float]], weights: list[float]) -> dict[str, floa
 def static(network: str, method: str) -> dict[str, float]:
     model, image = plain(network)
     dyrep.convert_(model, method, example_input=image)
-    return count(model, image)
+    return count(model, image) | deployed(model, image)
 
 
 def searched(network: str, seed: int) -> dict[str, float]:
@@ -68,7 +73,7 @@ def searched(network: str, seed: int) -> dict[str, float]:
         keep[layer] += [branch] if is_open else []
     settle_(model, keep)
     end = config.ends[1]
-    return mean([before, count(model, image)], [end, config.total - end])
+    return mean([before, count(model, image)], [end, config.total - end]) | deployed(model, image)
 
 
 def evolved(network: str, method: str, seed: int) -> dict[str, float]:
@@ -88,7 +93,7 @@ def evolved(network: str, method: str, seed: int) -> dict[str, float]:
                 dyrep.expand_(model, target.name, wanted, generator=choose)
                 counts.append(count(model, image))
                 weights.append(0.0)
-    return mean(counts, weights)
+    return mean(counts, weights) | deployed(model, image)
 
 
 def _square(target: dyrep.Target) -> bool:

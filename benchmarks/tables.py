@@ -57,7 +57,10 @@ def methods_table() -> str:
     data = json.loads((ROOT / "results" / "methods.json").read_text())["methods"]
     networks = list(next(iter(data.values())))
     heads = " | ".join(f"{network}: multiply-adds, parameters" for network in networks)
-    lines = [f"| method | operations | structure changes | {heads} |", "|---|---|---|" + "---|" * len(networks)]
+    lines = [
+        f"| method | operations | structure changes | {heads} | deployed |",
+        "|---|" + "---|" * (3 + len(networks)),
+    ]
     for name, costs in data.items():
         entry = method(name)
         operations = "KxK" if not entry.branches else ", ".join(("KxK", *entry.branches))
@@ -66,17 +69,15 @@ def methods_table() -> str:
         elif entry.name == "dyrep":
             operations = "the four of dbb" if name == "dyrep4" else "the seven of dbb7"
         cells = [f"{short(costs[n]['macs'])}, {short(costs[n]['parameters'])}" for n in networks]
-        lines.append(f"| `{name}` | {operations} | {entry.changes} | {' | '.join(cells)} |")
+        plain = all(
+            costs[n][f"deployed_{what}"] == data["origin"][n][what] for n in networks for what in ("macs", "parameters")
+        )
+        deployed = "the plain network" if plain else "another network"
+        lines.append(f"| `{name}` | {operations} | {entry.changes} | {' | '.join(cells)} | {deployed} |")
     folding = ", ".join(f"{short(data['orepa'][n]['folding_macs'])} on {n}" for n in networks)
     lines += [
         "",
-        f"`orepa` also folds its kernels once per step, whatever the batch: {folding}.",
-        "",
-        "`repnas` and `dyrep` change: the figures are means over the epochs of the paper's recipe and three seeds, with "
-        "branches kept (`repnas`) and operations expanded (`dyrep`) at random and nothing cut. What a run really cost is "
-        "in its summary (`mean_macs`, `mean_parameters`). The paper reports, for its own choices and with cuts, 597 M and "
-        "26.4 M on VGG-16, 2.42 G and 16.9 M on ResNet-18, 5.05 G and 31.5 M on ResNet-50: less than choosing at random. "
-        "(`make methods`)",
+        f"`orepa` also folds its kernels once per step, whatever the batch: {folding}. (`make methods`)",
     ]
     return "\n".join(lines)
 

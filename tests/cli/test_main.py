@@ -15,8 +15,8 @@ from dyrep.cli.main import main
 from dyrep.engine import running
 from dyrep.engine.checkpoints import read
 from dyrep.engine.recipes import RECIPES
-from dyrep.methods import METHODS
 from dyrep.engine.running import load_run
+from dyrep.methods import METHODS
 from dyrep.models import build
 
 OWN_NETWORK = """
