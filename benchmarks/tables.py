@@ -116,7 +116,7 @@ def digits_table() -> str:
         f"Mean and standard deviation over {setup['seeds']} seeds, same recipe for all; the data is too easy to rank "
         f"methods by. The structure that `repnas` kept with seed 0: {'; '.join(kept)}.",
         "",
-        f"({setup['hardware']}; torch {setup['versions']['torch']}; `{setup['command']}`)",
+        f"(on the CPU; torch {setup['versions']['torch']}; `{setup['command']}`)",
     ]
     return "\n".join(lines)
 
