@@ -210,7 +210,10 @@ def test_a_linear_block_under_autocast_answers_in_the_dtype_of_its_convolution()
 REPLACING = (*BRANCHES, *RELATIVES)
 
 
-def plain_net(bias: bool, eps: float = 1e-3) -> nn.Sequential:
+EPS = 1e-3  # of the replaced norm, and of the norms in its place
+
+
+def plain_net(bias: bool, eps: float = EPS) -> nn.Sequential:
     """A convolution and a batch norm that has been trained."""
     model = nn.Sequential(
         nn.Conv2d(4, 4, 3, padding=1, bias=bias, dtype=torch.float64), nn.BatchNorm2d(4, eps=eps, dtype=torch.float64)
@@ -236,7 +239,7 @@ def replacing_net(bias: bool, names: tuple[str, ...] = REPLACING, scaling: str =
 
 def batch_norm(y: Tensor, norm: BranchNorm) -> Tensor:
     mean, var = norm.running_mean.clone(), norm.running_var.clone()
-    return F.batch_norm(y, mean, var, norm.weight, norm.bias, norm.training, 0.1, 1e-5)
+    return F.batch_norm(y, mean, var, norm.weight, norm.bias, norm.training, 0.1, EPS)
 
 
 def by_hand(block: RepConv, x: Tensor) -> Tensor:
@@ -246,7 +249,7 @@ def by_hand(block: RepConv, x: Tensor) -> Tensor:
         norm = branch.inner_norm
         y = F.conv2d(x, branch.point.weight)
         var = y.var((0, 2, 3), correction=0) if norm.training else norm.running_var
-        return y * (norm.weight / (var + 1e-5).sqrt()).reshape(1, -1, 1, 1)
+        return y * (norm.weight / (var + EPS).sqrt()).reshape(1, -1, 1, 1)
 
     maps = {
         "1x1": lambda b: F.conv2d(x, b.conv.weight),
@@ -529,3 +532,26 @@ def test_a_model_with_that_structure_already_takes_such_a_state_dict(bias):
     dyrep.prepare_(dyrep.restructure_(fresh, dyrep.structure(saved)))
     fresh.load_state_dict(saved.state_dict(), strict=True)
     assert torch.equal(fresh(x), saved(x))
+
+
+def test_norms_in_place_of_another_have_its_epsilon_and_momentum():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, eps=1e-3, momentum=0.03))
+    dyrep.convert_(model, "dbb", example_input=torch.randn(2, 4, 6, 6))
+    norms = [module for module in model.modules() if isinstance(module, BranchNorm)]
+    assert len(norms) == 5  # four branches, and the one inside 1x1-KxK
+    assert {(norm.eps, norm.momentum) for norm in norms} == {(1e-3, 0.03)}
+    twin = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4, eps=1e-3, momentum=0.03))
+    dyrep.restructure_(twin, dyrep.structure(model))
+    assert all(norm.eps == 1e-3 for norm in twin.modules() if isinstance(norm, BranchNorm))
+
+
+def test_a_moving_average_that_averages_buffers_follows_a_block_in_place_of_a_norm():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4))
+    x = torch.randn(8, 4, 6, 6)
+    dyrep.convert_(model, "repvgg", example_input=x)
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for _ in range(3):
+        model(x)
+        average.update_parameters(model)
+    plain = dyrep.deploy(average.module)
+    assert relative_error(plain.eval()(x), average.eval()(x)) < 1e-5

@@ -104,7 +104,7 @@ class RepConv(_Base):
         """Take the place of the batch norm that follows; its running statistics stay with it."""
         self._passed = (step_aside_(norm),)
         # in a state dict this says that a norm is to be replaced, though not which one
-        self.register_buffer(REPLACES, torch.ones((), dtype=torch.bool, device=self.weight.device))
+        self.register_buffer(REPLACES, torch.ones((), dtype=torch.uint8, device=self.weight.device))
 
     @torch.no_grad()
     def switch_origin_off_(self) -> None:
@@ -304,6 +304,7 @@ def branch_for(
     channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
     if channels_last and not weight.is_contiguous():  # some shapes are both
         branch.to(memory_format=torch.channels_last)
+    _take_after_(branch, conv)
     return branch.train(conv.training)
 
 
@@ -316,7 +317,18 @@ def origin_scaling_for(conv: nn.Module, kind: str) -> Scaling:
     """Create a norm, or a scale, that fits a convolution's own output."""
     weight = cast(Tensor, conv.weight)
     channels, shift = weight.shape[0], _has_shift(conv)
-    return make_scaling(kind, channels, shift=shift, device=weight.device, dtype=weight.dtype).train(conv.training)
+    scaling = make_scaling(kind, channels, shift=shift, device=weight.device, dtype=weight.dtype)
+    _take_after_(scaling, conv)
+    return scaling.train(conv.training)
+
+
+def _take_after_(module: nn.Module, conv: nn.Module) -> None:
+    """Give norms the ε and momentum of the batch norm whose place their block takes."""
+    replaced = conv.passed_norm if isinstance(conv, RepConv) else None
+    for norm in module.modules():
+        if replaced is not None and isinstance(norm, BranchNorm):
+            norm.eps = replaced.eps
+            norm.momentum = norm.momentum if replaced.momentum is None else replaced.momentum
 
 
 def _has_shift(conv: nn.Module) -> bool:

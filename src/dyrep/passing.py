@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dyrep.errors import IneligibleLayerError
 
-_MOMENTUM = 0.1  # where the norm itself has none because it averages over all batches
+_MOMENTUM = 0.1  # at least: what is watched has to be what passes now
 
 
 class PassedNorm(nn.Module):
@@ -32,7 +32,7 @@ class PassedNorm(nn.Module):
     momentum: float | None
     num_batches_tracked: Tensor | None
     kind: type[nn.Module]
-    trained: tuple[bool, bool]
+    was_trained: tuple[bool, bool]
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the input."""
@@ -46,7 +46,7 @@ class PassedNorm(nn.Module):
         var, mean = torch.var_mean(wide, dim=[d for d in range(x.dim()) if d != 1])
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        momentum = _MOMENTUM if self.momentum is None else self.momentum
+        momentum = max(self.momentum or 0, _MOMENTUM)
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(var.to(self.running_var.dtype), momentum)
 
@@ -63,6 +63,8 @@ def refusal(norm: nn.Module, *, training: bool = True) -> str:
     batch_norm = cast(nn.BatchNorm2d, norm)
     if not batch_norm.affine or not batch_norm.track_running_stats:
         return "it has no γ and β, or no running statistics, that could take over what is folded"
+    if "forward" in batch_norm.__dict__:
+        return "its forward was replaced on the instance"
     if not training:
         return "it is in eval mode; frozen norms stay, call model.train() first if it is not meant to be one"
     return ""
@@ -84,7 +86,7 @@ def step_aside_(norm: nn.Module) -> PassedNorm:
     norm.__class__ = PassedNorm
     passed = cast(PassedNorm, norm)
     passed.kind = kind
-    passed.trained = (passed.weight.requires_grad, passed.bias.requires_grad)
+    passed.was_trained = (passed.weight.requires_grad, passed.bias.requires_grad)
     passed.weight.requires_grad_(False)
     passed.bias.requires_grad_(False)
     return passed
@@ -98,9 +100,9 @@ def step_back_(passed: PassedNorm, shift: Tensor | None) -> nn.Module:
     passed.bias.copy_(passed.running_mean)
     if shift is not None:
         passed.running_mean.sub_(shift.to(passed.running_mean.dtype))
-    for parameter, trained in zip((passed.weight, passed.bias), passed.trained, strict=True):
+    for parameter, trained in zip((passed.weight, passed.bias), passed.was_trained, strict=True):
         parameter.requires_grad_(trained)
     attributes: dict[str, Any] = passed.__dict__
     passed.__class__ = attributes.pop("kind")
-    del attributes["trained"]
+    del attributes["was_trained"]
     return passed

@@ -303,6 +303,7 @@ def test_mistakes_in_the_reference_are_answered_before_anything_is_written(run_o
 
 def test_the_configuration_shows_the_structure(run_of, tmp_path, capsys):
     reference = f"{run_of('dyrep')}@1"
+    capsys.readouterr()  # of that run
     command(tmp_path / "run", "--structure", reference, "--print-config")
     recipe = json.loads(capsys.readouterr().out)["recipe"]
     assert recipe["method"] == "fixed"

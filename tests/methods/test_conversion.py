@@ -224,7 +224,7 @@ def test_the_same_seed_gives_the_same_weights_whatever_else_is_drawn():
 def test_a_convolution_that_no_norm_follows_is_converted_and_says_why():
     model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6))
     first, second = dyrep.convert_(model, "dbb", example_input=X)
-    assert first.detail == {"norm kept": "no norm reads its output"}
+    assert first.detail == {"norm kept": "no batch norm reads its output"}
     assert second.detail == {"replaces": "3"}
     assert model[0].passed_norm is None
     assert model[0].origin_norm.bias is not None
@@ -375,7 +375,16 @@ def test_a_failure_half_way_is_taken_back(monkeypatch):
     assert_same_picture(picture(model, optimizer), before)
 
 
-@pytest.mark.parametrize("method", BLOCK_METHODS)
+def test_a_structure_that_is_being_searched_cannot_be_fixed():
+    source, model = small_net(8), small_net(8)
+    dyrep.convert_(source, "repnas", example_input=X)
+    before = picture(model)
+    with pytest.raises(ConfigError, match="layer '0': the structure is that of a search which has not ended"):
+        dyrep.convert_(model, "fixed", structure=dyrep.structure(source))
+    assert_same_picture(picture(model), before)
+
+
+@pytest.mark.parametrize("method", [method for method in BLOCK_METHODS if method != "repnas"])
 def test_a_structure_of_another_instance_is_built_again(method):
     source = small_net(8, groups=2)
     dyrep.convert_(source, method, example_input=X)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dyrep
 from dyrep import RepNAS, RepNASConfig
-from dyrep.errors import CheckpointError, ConfigError
+from dyrep.errors import CheckpointError, ConfigError, DyRepError, StructureError
 from dyrep.methods.gates import Gates
 from dyrep.scaling import GatedNorm
 from training import make_batches, make_net, train_epoch
@@ -144,9 +144,10 @@ def test_strengths_stay_at_zero_in_the_random_part_and_learn_afterwards():
 
 @pytest.mark.parametrize(("steps", "rate"), [(500, 17.5 / 2000), (3, 0.1)])
 def test_strengths_can_move_as_far_as_in_publication_but_not_in_a_few_leaps(steps, rate):
-    _, optimizer, search = start(total=10, random_share=0.2, search_share=0.6, strength_lr=None)
+    model, optimizer, search = start(total=10, random_share=0.2, search_share=0.6, strength_lr=None)
     for _ in range(2):
-        for _ in range(steps):
+        train_epoch(model, optimizer, BATCHES[:1])
+        for _ in range(steps - 1):
             optimizer.step()
         search.epoch_end()
     (group,) = search._learner.param_groups
@@ -599,3 +600,74 @@ def test_two_ranks_learn_the_same_strengths_and_end_with_the_same_weights(tmp_pa
         assert torch.equal(first["model"][key], second["model"][key]), key
     assert (tmp_path / "rank0.jsonl").exists()
     assert not (tmp_path / "rank1.jsonl").exists()
+
+
+# -- what would go wrong silently -----------------------------------------------------------------------------------
+
+
+def test_strengths_learn_from_the_loss_as_it_is_not_as_it_was_scaled():
+    def learned(scale):
+        torch.manual_seed(0)
+        model = make_net(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+        config = RepNASConfig(total=5, random_share=0.2, search_share=0.8, strength_lr=0.01)
+        search = dyrep.RepNAS(model, optimizer, config, example_input=X, scaler=scaler)
+        for epoch in range(3):
+            torch.manual_seed(epoch)
+            for images, _ in BATCHES:
+                optimizer.zero_grad()
+                scaler.scale(0.01 * model(images).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+            search.epoch_end()
+        return search.strengths.detach()
+
+    plain = learned(1)
+    assert plain.abs().max() > 0.01
+    assert torch.allclose(learned(1024.0), plain, atol=1e-4)
+
+
+def test_a_search_that_no_gradient_reaches_says_so_after_the_first_epoch():
+    model, optimizer, search = start()
+    for images, labels in BATCHES:
+        optimizer.zero_grad()
+        logits = model[3:](model[:3](images))  # the model itself is never called
+        nn.functional.cross_entropy(logits, labels).backward()
+        optimizer.step()
+    with pytest.raises(DyRepError, match=r"no gradient has reached the gates, .*: call the model itself"):
+        search.epoch_end()
+
+
+def test_a_moving_average_made_before_the_conversion_is_refused_at_once():
+    model = make_net(0)
+    average = AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StructureError, match="a moving average was made before the model was converted"):
+        dyrep.RepNAS(model, optimizer, RepNASConfig(total=5), example_input=X, ema=average)
+
+
+def test_folding_a_model_that_is_being_searched_needs_no_help_from_the_search():
+    model, optimizer, search = start()
+    for _ in range(2):
+        run_epoch(model, optimizer, search)
+        for images, labels in BATCHES:  # in the middle of an epoch
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        plain = dyrep.deploy(model)
+        model.eval()
+        assert relative_error(eval_output(plain, X), eval_output(model, X)) < 1e-5
+        assert not plain._forward_pre_hooks
+        assert not plain._forward_hooks
+        model.train()
+
+
+def test_finishing_twice_changes_nothing():
+    model, optimizer, search = start()
+    for _ in range(2):
+        run_epoch(model, optimizer, search)
+    assert search.finish()
+    structure = dyrep.structure(model)
+    assert search.finish() == []
+    assert dyrep.structure(model) == structure

@@ -90,14 +90,29 @@ WIRINGS = {
     ),
     "called twice": (lambda net, x: net.m(net.a(net.a(x))), "a", "the convolution runs 2 times per batch"),
     "never called": (lambda net, x: net.m(net.b(x)), "a", "the convolution runs 0 times per batch"),
-    "no norm": (lambda net, x: F.relu(net.a(x)), "a", "no norm reads its output"),
-    "norm after something else": (lambda net, x: net.m(F.relu(net.a(x))), "a", "no norm reads its output"),
+    "no norm": (lambda net, x: F.relu(net.a(x)), "a", "no batch norm reads its output"),
+    "norm after something else": (lambda net, x: net.m(F.relu(net.a(x))), "a", "no batch norm reads its output"),
     "norm as a function": (
         lambda net, x: F.batch_norm(net.a(x), net.m.running_mean, net.m.running_var),
         "a",
-        "no norm reads its output",
+        "no batch norm reads its output",
     ),
 }
+
+
+def test_a_norm_is_kept_if_a_hook_changes_what_it_reads_or_it_is_frozen_or_shared():
+    net = Net(lambda net, x: net.n(net.b(net.m(net.a(x)))))
+    assert found(net, "a") == ({"a": "m"}, {})
+    handle = net.a.register_forward_hook(lambda _, __, y: y + 1)
+    assert found(net, "a") == ({}, {"a": "a hook changes its output"})
+    handle.remove()
+    net.a.register_forward_hook(lambda _, __, y: None)  # one that only looks
+    assert found(net, "a") == ({"a": "m"}, {})
+    net.m.bias.requires_grad_(False)
+    assert found(net, "a") == ({}, {"a": "the norm 'm' has a γ or β that is frozen"})
+    net.m.bias.requires_grad_()
+    net.m.weight = net.n.weight
+    assert found(net, "a") == ({}, {"a": "the norm 'm' shares its parameters with another module"})
 
 
 @pytest.mark.parametrize("kind", WIRINGS)
@@ -124,7 +139,7 @@ def test_a_norm_that_alone_reads_the_output_is_found(wiring):
 
 def test_outputs_of_two_convolutions_are_told_apart():
     net = Net(lambda net, x: net.n(net.a(x)) + F.relu(net.b(x)))
-    assert found(net, "a", "b") == ({"a": "n"}, {"b": "no norm reads its output"})
+    assert found(net, "a", "b") == ({"a": "n"}, {"b": "no batch norm reads its output"})
 
 
 @pytest.mark.parametrize(

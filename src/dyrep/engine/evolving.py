@@ -51,12 +51,17 @@ def convert_model_(model: nn.Module, recipe: Recipe, image: Tensor) -> list[Edit
 
 
 def make_controller(
-    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, averages: list[nn.Module], log: EventLog
+    recipe: Recipe,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averages: list[nn.Module],
+    scaler: torch.amp.GradScaler,
+    log: EventLog,
 ) -> Controller | None:
     """What changes the network during training, if its method does that."""
     chosen = method(recipe.method)
     if chosen.name == "repnas":
-        return RepNAS(model, optimizer, recipe.search(), ema=averages, log=log)
+        return RepNAS(model, optimizer, recipe.search(), ema=averages, scaler=scaler, log=log)
     if chosen.name != "dyrep":
         return None
 

@@ -92,6 +92,10 @@ def _carry_out(trainer: Trainer, reporter: Reporter, stop: StopRequest) -> dict[
             settings=_plain(trainer.settings),
         )
     reporter.message(_introduction(trainer))
+    kept = [edit.detail["norm kept"] for edit in trainer.converted if "norm kept" in edit.detail]
+    if kept:
+        blocks = f"{len(kept)} of {len(trainer.converted)} blocks"
+        reporter.message(f"{blocks} do not replace the norm after them: {', '.join(dict.fromkeys(kept))}")
     if trainer.train():
         return _finish(trainer, reporter)
     if not trainer.stopped:

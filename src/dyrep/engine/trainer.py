@@ -34,7 +34,7 @@ from dyrep.engine.step import Totals, TrainStep
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
-from dyrep.methods import RepNAS, method
+from dyrep.methods import method
 from dyrep.norm import sync_norms_
 from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
@@ -59,6 +59,7 @@ class Trainer:
     Attributes:
         model: the bare model.
         data: the loaders.
+        converted: what was made of the model before training.
         controller: changes the model's structure; None for methods that never do.
         epoch: epochs completed.
         step: steps of the current epoch completed.
@@ -89,7 +90,7 @@ class Trainer:
         seed_everything(recipe.seed, "weights")
         self.model = make_model(recipe, classes=len(self.data.classes), channels=self.data.channels)
         image = torch.zeros(1, self.data.channels, self.data.size, self.data.size)
-        converted = convert_model_(self.model, recipe, image)
+        self.converted = convert_model_(self.model, recipe, image)
         if recipe.sync_norms:
             if world.device.type != "cuda":
                 raise ConfigError("--sync-norms needs GPUs: torch synchronises batch norms there alone")
@@ -104,9 +105,9 @@ class Trainer:
         trained = self._wrapped()
         self._log = EventLog()  # in memory until it is sure that this run goes on
         averages = [] if self.average is None else [self.average.module]
-        self.controller = make_controller(recipe, trained, self.optimizer, averages, self._log)
-        if converted:
-            edits = [edit.as_dict() for edit in converted]
+        self.controller = make_controller(recipe, trained, self.optimizer, averages, self._scaler, self._log)
+        if self.converted:
+            edits = [edit.as_dict() for edit in self.converted]
             self._log.write("converted", method=recipe.method, epochs=recipe.epochs, edits=edits)
         graph, reason = uses_graph(settings, world)
         if reason:
@@ -223,8 +224,6 @@ class Trainer:
     def score(self, split: str, model: nn.Module | None = None) -> dict[str, float]:
         """Loss and accuracy on a split, ``"val"`` or ``"test"``, of the model that counts or of another one."""
         chosen = self.evaluated if model is None else model
-        if isinstance(self.controller, RepNAS):
-            self.controller.refresh()  # an average is not run by the search itself
         if self.world.size > 1:  # each rank has its own running statistics; rank 0's are those that are saved
             for buffer in chosen.buffers():
                 dist.broadcast(buffer, 0)

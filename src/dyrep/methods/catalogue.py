@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dyrep.branches import BRANCHES, ORIGIN, branch_option, branch_options
@@ -12,6 +13,19 @@ from dyrep.geometry import ConvGeometry
 
 DBB_BRANCHES = ("1x1-KxK", "1x1-AVG", "1x1")
 """What the paper calls four operations, with the origin."""
+
+
+def _never(_: ConvGeometry) -> bool:
+    return False
+
+
+def _one_output_per_group(geometry: ConvGeometry) -> bool:
+    return geometry.groups == geometry.out_channels > 1
+
+
+def _many_groups(geometry: ConvGeometry) -> bool:
+    return geometry.groups > 4
+
 
 _DYREP = re.compile(r"dyrep([47])?(-nodep)?(?:-([1-9][0-9]*))?")
 
@@ -27,8 +41,11 @@ class Method:
         changes: when the structure changes, in words.
         replaces_norm: whether, as published, its blocks take the place of the batch norm after the convolution too.
         scaling: what stands at the end of its branches, one of `dyrep.scaling.SCALINGS`.
+        copies: whether the original kernel is there several times.
         pointwise: whether it has something to add to 1x1 convolutions.
-        repeats: whether it adds branches that are copies of others up to scale, as a depthwise convolution has.
+        keeps_duplicates: whether it adds branches that are others up to scale, as they are on depthwise convolutions.
+        drops_point: where it leaves the 1x1 branch out.
+        doubles_width: where ``1x1-KxK`` has twice as many inner channels.
         source: who published it.
     """
 
@@ -38,8 +55,11 @@ class Method:
     changes: str = "never"
     replaces_norm: bool = False
     scaling: str = "norm"
+    copies: bool = False
     pointwise: bool = False
-    repeats: bool = True
+    keeps_duplicates: bool = True
+    drops_point: Callable[[ConvGeometry], bool] = _never
+    doubles_width: Callable[[ConvGeometry], bool] = _never
     source: str = ""
 
     @property
@@ -49,17 +69,14 @@ class Method:
 
     def branches_for(self, geometry: ConvGeometry, copies: int) -> tuple[str, ...]:
         """The branches that fit a convolution."""
-        wanted = self.branches
-        if self.name == "mobileone":
-            wanted = (*(f"{ORIGIN}-{number}" for number in range(2, copies + 1)), *wanted)
-        if self.name == "dbb" and geometry.groups == geometry.out_channels > 1:
-            wanted = tuple(branch for branch in wanted if branch != "1x1")
-        options = {branch: branch_option(branch, geometry) for branch in wanted}
-        return tuple(b for b, o in options.items() if o.possible and (self.repeats or not o.duplicate))
+        more = tuple(f"{ORIGIN}-{number}" for number in range(2, copies + 1)) if self.copies else ()
+        without = ("1x1",) if self.drops_point(geometry) else ()
+        options = {b: branch_option(b, geometry) for b in (*more, *self.branches) if b not in without}
+        return tuple(b for b, o in options.items() if o.possible and (self.keeps_duplicates or not o.duplicate))
 
     def width_for(self, geometry: ConvGeometry) -> int:
-        """Inner channels of ``1x1-KxK`` per input channel: DBB doubles them where each group has one output."""
-        return 2 if self.name == "dbb" and geometry.groups == geometry.out_channels > 1 else 1
+        """Inner channels of ``1x1-KxK`` per input channel."""
+        return 2 if self.doubles_width(geometry) else 1
 
 
 _ALL = (
@@ -77,6 +94,8 @@ _ALL = (
         "diverse branch block of four operations",
         DBB_BRANCHES,
         replaces_norm=True,
+        drops_point=_one_output_per_group,
+        doubles_width=_one_output_per_group,
         source="Ding et al., Diverse Branch Block, CVPR 2021",
     ),
     Method(
@@ -84,7 +103,7 @@ _ALL = (
         "diverse branch block of DyRep's seven operations",
         BRANCHES,
         replaces_norm=True,
-        repeats=False,
+        keeps_duplicates=False,
         source="Huang et al., DyRep, CVPR 2022, appendix",
     ),
     Method(
@@ -92,6 +111,7 @@ _ALL = (
         "several KxK + 1x1 + residual",
         ("1x1", "residual"),
         replaces_norm=True,
+        copies=True,
         pointwise=True,
         source="Vasu et al., MobileOne, CVPR 2023",
     ),
@@ -100,6 +120,7 @@ _ALL = (
         "six operations without norms, squeezed into one convolution at every step",
         ("1x1-AVG", "1x1-DCT", "1x1-KxK", "1x1", "DW-1x1"),
         scaling="linear",
+        doubles_width=_many_groups,
         source="Hu et al., Online Convolutional Re-parameterization, CVPR 2022",
     ),
     Method(
@@ -109,7 +130,7 @@ _ALL = (
         changes="once, when the search ends",
         replaces_norm=True,
         scaling="gated",
-        repeats=False,
+        keeps_duplicates=False,
         source="Zhang et al., RepNAS, 2021",
     ),
     Method(

@@ -70,7 +70,7 @@ def convert_(
         max_kernel: leave larger kernels as they are (None: no limit).
         include: convert only layers that match one of these patterns (``"backbone.*"``).
         exclude: never convert layers that match one of these.
-        structure: what `dyrep.structure` returned, for ``"fixed"``.
+        structure: what `dyrep.structure` returned, for ``"fixed"``, which it decides alone.
         optimizer: the optimizer that trains the model, if it exists already.
         generator: source of the random weights (default: torch's global one).
 
@@ -95,6 +95,7 @@ def convert_(
     if optimizer is not None:
         check_optimizer(optimizer)
     if structure is not None:
+        _refuse_search(structure)
         restructure_(model, structure, optimizer=optimizer, gamma=gamma, generator=generator)
         made = structure_of(model)["blocks"]
         return [Edit("expand", name, tuple(block["branches"])) for name, block in made.items()]
@@ -131,6 +132,15 @@ def convert_(
         Edit("expand", name, plan.branches, {"replaces": plan.replaces} if name in norms else _kept(reasons, name))
         for name, plan in plans.items()
     ]
+
+
+def _refuse_search(structure: Mapping[str, Any]) -> None:
+    blocks = structure.get("blocks") if isinstance(structure, Mapping) else None
+    for name, block in blocks.items() if isinstance(blocks, Mapping) else ():
+        if isinstance(block, Mapping) and block.get("scaling") == "gated":
+            raise ConfigError(
+                f"layer {name!r}: the structure is that of a search which has not ended, so nothing is fixed"
+            )
 
 
 def _kept(reasons: Mapping[str, str], name: str) -> dict[str, str]:

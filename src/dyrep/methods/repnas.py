@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dyrep.errors import CheckpointError, ConfigError
+from dyrep.errors import CheckpointError, ConfigError, DyRepError, StructureError
 from dyrep.events import EventLog
 from dyrep.methods.conversion import convert_
 from dyrep.methods.gates import Gates, settle_
@@ -99,7 +99,8 @@ class RepNAS:
         optimizer: the optimizer that trains it. Strengths are trained whenever it steps.
         config: settings.
         example_input: a batch, to see which norm follows which convolution (see `dyrep.convert_`).
-        ema: copies of the model, such as moving averages, that have to follow.
+        ema: copies of the model, such as moving averages, that have to follow; made after the model was converted.
+        scaler: the gradient scaler, if the loss is scaled.
         log: file to append events to, or a log.
         distributed: whether ranks share gradients (default: if torch.distributed is initialised).
         options: passed on to `dyrep.convert_`.
@@ -135,6 +136,7 @@ class RepNAS:
         *,
         example_input: Any = None,
         ema: nn.Module | Iterable[nn.Module] = (),
+        scaler: torch.amp.GradScaler | None = None,
         log: str | os.PathLike[str] | EventLog | None = None,
         distributed: bool | None = None,
         **options: Any,
@@ -143,7 +145,7 @@ class RepNAS:
         self.config, self.model, self.optimizer = config, model, optimizer
         self.epoch = self.updates = 0
         self._averages = [ema] if isinstance(ema, nn.Module) else list(ema)
-        self._distributed = distributed
+        self._scaler, self._distributed = scaler, distributed
         inner = bare(model)
         self.gates: Gates | None = Gates(inner, config.keep)
         if not self.gates.names:
@@ -153,10 +155,19 @@ class RepNAS:
         first = next(inner.parameters())
         self.strengths = torch.zeros(len(self.gates.names), device=first.device, requires_grad=True)
         self._names = list(self.gates.names)
+        self._average_gates = [Gates(_inside(average), config.keep) for average in self._averages]
+        if any(gates.names != self._names for gates in self._average_gates):
+            raise StructureError(
+                "a moving average was made before the model was converted, and cannot follow: dyrep.convert_(model, "
+                "'repnas', ...) first, then make the average, then RepNAS"
+            )
         self._steps = torch.zeros((), dtype=torch.int64, device=first.device)  # replayed graphs count on the device
+        self._unit = torch.ones((), device=first.device)
+        self._saw_gradient = False
         self.kept: dict[str, list[str]] | None = None
         self._learner: torch.optim.Adam | None = None
         self._handles = self._watch()
+        self.refresh()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=config.to_dict(), gates=len(self._names), kept=self.gates.kept)
 
@@ -193,11 +204,15 @@ class RepNAS:
         gradient = self.strengths.grad
         if gradient is None:
             return
+        self._saw_gradient = True
         if self._learner is not None and self.gates is not None:
+            if self._scaler is not None:
+                gradient.div_(self._scaler.scale(self._unit))
             if ranks.distributed(self._distributed):
                 ranks.average_([gradient])
             gradient.nan_to_num_(0.0, 0.0, 0.0)  # of a step that overflowed in float16
             self._learner.step()
+            self.refresh()
         self.strengths.grad = None
 
     @torch.no_grad()
@@ -205,9 +220,8 @@ class RepNAS:
         """Open the strongest gates for eval mode and folding, in the model and in copies that follow it."""
         if self.gates is not None:
             strongest = self.gates.ranked(self.strengths)
-            self.gates.set_open(strongest)
-            for average in self._averages:
-                Gates(_inside(average), self.config.keep).set_open(strongest)
+            for gates in (self.gates, *self._average_gates):
+                gates.set_open(strongest)
 
     # -- every epoch --------------------------------------------------------------------------------------------
 
@@ -223,12 +237,16 @@ class RepNAS:
         self.epoch += 1
         if self.gates is None:
             return []
+        if not self._saw_gradient:
+            raise DyRepError(
+                "no gradient has reached the gates, so nothing can be searched: call the model itself in training, not "
+                "parts of it, without activation checkpointing, and step the optimizer that RepNAS was given"
+            )
         random_end, search_end = self.config.ends
         if self.epoch == random_end:
             self._start_learning(int(self._steps) / self.epoch * (search_end - random_end))
         if self.epoch >= search_end:
             return self.finish()
-        self.refresh()
         self._log.write("search", epoch=self.epoch, strengths=self._readable(self.strengths.tolist()))
         return []
 
@@ -248,8 +266,9 @@ class RepNAS:
         self.updates += 1
 
     def finish(self) -> list[Edit]:
-        """End the search now: keep the strongest branches, drop the others."""
-        assert self.gates is not None
+        """End the search now: keep the strongest branches, drop the others. Does nothing if it has ended."""
+        if self.gates is None:
+            return []
         began = time.perf_counter()
         if ranks.distributed(self._distributed):
             ranks.broadcast_([self.strengths])
@@ -305,12 +324,7 @@ class RepNAS:
 
     def deploy(self) -> nn.Module:
         """A plain copy of the model with the same function; during the search, that of its strongest branches."""
-        self.refresh()
-        plain = deploy(self.model)
-        for hooks in (plain._forward_pre_hooks, plain._forward_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
-                del hooks[key]
-        return plain
+        return deploy(self.model)
 
     def close(self) -> None:
         """Stop watching the model and its optimizer."""
@@ -319,7 +333,6 @@ class RepNAS:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on, except the model's own state dict: tensors and plain data."""
-        self.refresh()
         model = bare(self.model)
         return {
             "format": FORMAT,
@@ -361,6 +374,7 @@ class RepNAS:
         load_state_by_name_(self.optimizer, model, state["optimizer"])
         with torch.no_grad():
             self.strengths.copy_(state["strengths"])
+        self.refresh()
         self._learner = None
         if state["learner"] is not None:
             self._start_learning(1)
@@ -379,6 +393,8 @@ def _inside(average: nn.Module) -> nn.Module:
 
 class _Hook:
     """Calls a method of a search; in a copy of the model, which is not being searched, it does nothing."""
+
+    only_for_training = True  # `dyrep.deploy` takes it off
 
     def __init__(self, search: RepNAS | None, name: str) -> None:
         self._search, self._name = search, name

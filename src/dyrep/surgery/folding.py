@@ -44,6 +44,10 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     for block in [module for module in plain.modules() if isinstance(module, RepConv)]:
         if isinstance(block, RepConv):  # a block inside a branch is gone with its parent
             as_plain_(block)
+    for module in plain.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "only_for_training", False)]:
+                del hooks[key]
     if inplace:
         forget_compiled()
     return plain

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,10 +35,11 @@ def following_norms(
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
         >>> following_norms(model, {"0": model[0], "2": model[2]}, torch.randn(1, 3, 8, 8))
-        ({'0': '1'}, {'2': 'no norm reads its output'})
+        ({'0': '1'}, {'2': 'no batch norm reads its output'})
     """
     names = {id(module): name for name, module in model.named_modules()}
     modes = {id(module): module.training for module in model.modules()}
+    owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     watcher = _Watcher(convs)
     with preserved(model, training=False), watcher.hooked(model), watcher:
         for leaf in tree_leaves(run_batch(model, example_input, forward)):
@@ -47,12 +50,18 @@ def following_norms(
         norms, others = watcher.norms.get(name, []), watcher.others.get(name, 0)
         if watcher.calls.get(name, 0) != 1:
             missing[name] = f"the convolution runs {watcher.calls.get(name, 0)} times per batch"
+        elif name in watcher.altered:
+            missing[name] = "a hook changes its output"
         elif not norms:
-            missing[name] = "no norm reads its output"
+            missing[name] = "no batch norm reads its output"
         elif others or len(norms) > 1:
             missing[name] = "something else than one norm reads its output too"
         elif watcher.norm_calls[id(norms[0])] != 1:
             missing[name] = f"the norm {names[id(norms[0])]!r} reads other outputs too"
+        elif any(owners[id(parameter)] > 1 for parameter in norms[0].parameters()):
+            missing[name] = f"the norm {names[id(norms[0])]!r} shares its parameters with another module"
+        elif not all(parameter.requires_grad for parameter in norms[0].parameters()):
+            missing[name] = f"the norm {names[id(norms[0])]!r} has a γ or β that is frozen"
         elif reason := passing.refusal(norms[0], training=modes[id(norms[0])]):
             missing[name] = f"the norm {names[id(norms[0])]!r} cannot be replaced: {reason}"
         else:
@@ -69,6 +78,7 @@ class _Watcher(TorchFunctionMode):
         self.norms: dict[str, list[nn.Module]] = {}
         self.others: dict[str, int] = {}
         self.norm_calls: dict[int, int] = {}
+        self.altered: set[str] = set()
         self._convs = convs
         self._outputs: dict[int, tuple[str, Tensor]] = {}  # the tensor is kept, so that its id is not given away
         self._inside = 0
@@ -78,7 +88,9 @@ class _Watcher(TorchFunctionMode):
         """Watch a model's modules; inside of them operations are not counted."""
         handles = []
         for name, conv in self._convs.items():
-            handles.append(conv.register_forward_hook(lambda _, __, y, name=name: self._note_output(name, y)))
+            first, last = (partial(note, name) for note in (self._note_own_output, self._note_output))
+            handles.append(conv.register_forward_hook(first, prepend=True))
+            handles.append(conv.register_forward_hook(last))
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 handles.append(module.register_forward_pre_hook(self._enter_norm))
@@ -102,9 +114,15 @@ class _Watcher(TorchFunctionMode):
             name = self._outputs[id(value)][0]
             self.others[name] = self.others.get(name, 0) + 1
 
-    def _note_output(self, name: str, output: Tensor) -> None:
+    def _note_own_output(self, name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        self._own = output
+
+    def _note_output(self, name: str, _: nn.Module, __: Any, output: Tensor) -> None:
+        """Called after the user's own hooks, which may have put something else in the output's place."""
         self.calls[name] = self.calls.get(name, 0) + 1
         self._outputs[id(output)] = (name, output)
+        if output is not self._own:
+            self.altered.add(name)
 
     def _enter_norm(self, norm: nn.Module, args: tuple[Any, ...]) -> None:
         self._inside += 1
