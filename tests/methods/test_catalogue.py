@@ -65,10 +65,17 @@ def test_every_method_adds_the_branches_that_fit(name, shape):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_only_dbb_widens_and_only_where_every_group_has_one_output(name):
+def test_dbb_widens_where_every_group_has_one_output_and_orepa_where_there_are_many_groups(name):
     widths = {shape: METHODS[name].width_for(ConvGeometry.of(conv)) for shape, conv in CONVS.items()}
-    wide = {"depthwise", "strided depthwise"} if name == "dbb" else set()
+    wide = {"depthwise", "strided depthwise"} if name in ("dbb", "orepa") else set()
     assert widths == {shape: 2 if shape in wide else 1 for shape in CONVS}
+
+
+def test_orepa_keeps_the_width_up_to_four_groups_even_if_each_has_one_output():
+    few, many = nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.Conv2d(16, 32, 3, padding=1, groups=8)
+    assert METHODS["orepa"].width_for(ConvGeometry.of(few)) == 1
+    assert METHODS["orepa"].width_for(ConvGeometry.of(many)) == 2
+    assert METHODS["dbb"].width_for(ConvGeometry.of(few)) == 2
 
 
 def test_a_convolution_with_one_output_is_not_a_depthwise_one():

@@ -51,6 +51,6 @@ def _start_orepa_(block: RepConv, generator: torch.Generator | None) -> None:
     for name, branch in block.branch_modules().items():
         branch.norm.weight.fill_(OREPA_SCALES[name])
         for module in branch.modules():
-            is_identity = isinstance(branch, PointwiseKernelBranch) and module is branch.point
+            is_identity = isinstance(branch, PointwiseKernelBranch) and branch.width == 1 and module is branch.point
             if isinstance(module, PLAIN_CONVS) and not is_identity:
                 reset_conv_(module.weight, generator, gain=math.sqrt(6))  # type: ignore[arg-type]
