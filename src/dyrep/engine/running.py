@@ -95,7 +95,8 @@ def _carry_out(trainer: Trainer, reporter: Reporter, stop: StopRequest) -> dict[
     kept = [edit.detail["norm kept"] for edit in trainer.converted if "norm kept" in edit.detail]
     if kept:
         blocks = f"{len(kept)} of {len(trainer.converted)} blocks"
-        reporter.message(f"{blocks} do not replace the norm after them: {', '.join(dict.fromkeys(kept))}")
+        more = " (and others: see the log of events)" if len(set(kept)) > 1 else ""
+        reporter.message(f"{blocks} do not replace the norm after them: {kept[0]}{more}")
     if trainer.train():
         return _finish(trainer, reporter)
     if not trainer.stopped:

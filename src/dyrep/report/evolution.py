@@ -79,16 +79,24 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     total = next((totals[event["type"]](event) for event in events if event["type"] in totals), None)
     end = total or max((event[unit] for event in updates), default=0) + 1
     height = 1 + 0.12 * len(born) + 0.1 * len(layers)
+    counted = [event for event in updates if event.get("macs") is not None]
+    heights = (height, 1.2) if counted else (height,)
     figure, axes = plt.subplots(
-        2, 1, figsize=(8.5, height + 1.2), sharex=True, height_ratios=(height, 1.2), layout="constrained"
+        len(heights),
+        1,
+        figsize=(8.5, sum(heights)),
+        sharex=True,
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
     )
-    top, bottom = axes
+    top, last = axes[0, 0], axes[-1, 0]
     y, ticks = 0.0, []
     for layer in layers:
         first = y
         for life in (life for life in born if life.layer == layer):
-            last = end if life.died is None else life.died
-            top.barh(y, last - life.born, left=life.born, height=0.8, color=_colour(life.branch), linewidth=0)
+            gone = end if life.died is None else life.died
+            top.barh(y, gone - life.born, left=life.born, height=0.8, color=_colour(life.branch), linewidth=0)
             if life.died is not None:
                 top.plot(life.died, y, marker="x", color="#333333", markersize=4)
             y += 1
@@ -100,19 +108,18 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     used = sorted({life.branch for life in born}, key=[*BRANCHES, *(life.branch for life in born)].index)
     handles = [Patch(color=_colour(branch), label=branch) for branch in used]
     figure.legend(handles=handles, loc="outside upper right", ncols=max(len(handles), 1), fontsize=8, frameon=False)
-    counted = [event for event in updates if event.get("macs") is not None]
     if counted:
         plain = counted[0]["plain_macs"]
         times = [0, *(event[unit] for event in counted), end]
         values = [1.0, *(event["macs"] / plain for event in counted), counted[-1]["macs"] / plain]
-        bottom.step(times, values, where="post", color="#333333")
-        bottom.axhline(1, color="#999999", linewidth=0.8, linestyle=":")
-    bottom.set_ylabel("training\nmultiply-adds\n(× plain)", fontsize=8)
-    bottom.set_ylim(bottom=0)
-    bottom.set_xlim(0, end)
-    bottom.set_xlabel(unit)
-    bottom.xaxis.set_major_locator(MaxNLocator(integer=True))
-    for axis in axes:
+        last.step(times, values, where="post", color="#333333")
+        last.axhline(1, color="#999999", linewidth=0.8, linestyle=":")
+        last.set_ylabel("training\nmultiply-adds\n(× plain)", fontsize=8)
+        last.set_ylim(bottom=0)
+    last.set_xlim(0, end)
+    last.set_xlabel(unit)
+    last.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in axes.flat:
         axis.tick_params(labelsize=8)
         axis.spines[["top", "right"]].set_visible(False)
     path = Path(path)
