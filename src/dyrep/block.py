@@ -8,7 +8,7 @@ the last branch has been absorbed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -84,11 +84,17 @@ class RepConv(_Base):
             y = self._conv_forward(x, self.weight, self.bias)
         return y if self.origin_norm is None else self.origin_norm(y)
 
+    def scalings(self) -> Iterator[Scaling]:
+        """What stands at the end of the origin, if anything does, and of every branch."""
+        if self.origin_norm is not None:
+            yield self.origin_norm
+        for branch in self.branches.values():
+            yield cast(Branch, branch).norm
+
     @property
     def is_linear(self) -> bool:
         """Whether no branch normalises, so that the whole block is one convolution in training too."""
-        norms = [branch.norm for branch in self.branch_modules().values()]
-        return not any(norm is not None and norm.normalises for norm in [self.origin_norm, *norms])
+        return not any(norm.normalises for norm in self.scalings())
 
     @property
     def passed_norm(self) -> PassedNorm | None:

@@ -444,3 +444,12 @@ def test_converted_nets_are_saved_and_loaded(method, tmp_path):
 
 def test_every_method_with_blocks_is_tested_here():
     assert set(BLOCK_METHODS) == {name for name, method in METHODS.items() if method.builds_blocks}
+
+
+@pytest.mark.parametrize("setting", ["include", "exclude"])
+def test_one_pattern_that_is_not_in_a_tuple_is_refused_rather_than_read_letter_by_letter(setting):
+    model = small_net()
+    before = picture(model)
+    with pytest.raises(ConfigError, match=rf"{setting}='backbone\.\*': give a tuple of patterns"):
+        dyrep.convert_(model, "dbb", example_input=X, **{setting: "backbone.*"})
+    assert_same_picture(picture(model), before)

@@ -14,6 +14,8 @@ from dyrep.geometry import ConvGeometry
 DBB_BRANCHES = ("1x1-KxK", "1x1-AVG", "1x1")
 """What the paper calls four operations, with the origin."""
 
+_DYREP = re.compile(r"dyrep([47])?(-nodep)?(?:-([1-9][0-9]*))?")
+
 
 def _never(_: ConvGeometry) -> bool:
     return False
@@ -25,9 +27,6 @@ def _one_output_per_group(geometry: ConvGeometry) -> bool:
 
 def _many_groups(geometry: ConvGeometry) -> bool:
     return geometry.groups > 4
-
-
-_DYREP = re.compile(r"dyrep([47])?(-nodep)?(?:-([1-9][0-9]*))?")
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.methods.catalogue import Method, why_not
@@ -43,8 +43,8 @@ def convert_(
     gamma: float | None = None,
     copies: int = COPIES,
     max_kernel: int | None = MAX_KERNEL,
-    include: Iterable[str] = ("*",),
-    exclude: Iterable[str] = (),
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
     structure: Mapping[str, Any] | None = None,
     optimizer: Optimizer | None = None,
     generator: torch.Generator | None = None,
@@ -101,7 +101,9 @@ def convert_(
         return [Edit("expand", name, tuple(block["branches"])) for name, block in made.items()]
     if not chosen.builds_blocks:
         return []
-    convs = _chosen_layers(model, chosen, copies, max_kernel, tuple(include), tuple(exclude))
+    # the patterns mean what they mean for DyRep, and are checked as they are there
+    patterns = DyRepConfig(include=include, exclude=exclude)  # type: ignore[arg-type]
+    convs = _chosen_layers(model, chosen, copies, max_kernel, patterns)
     if optimizer is not None:
         for name, conv in convs.items():
             check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
@@ -128,10 +130,9 @@ def convert_(
         before.restore_()
         raise
     forget_compiled()
-    return [
-        Edit("expand", name, plan.branches, {"replaces": plan.replaces} if name in norms else _kept(reasons, name))
-        for name, plan in plans.items()
-    ]
+    details = {name: {"replaces": norm} for name, norm in norms.items()}
+    details |= {name: {"norm kept": reason} for name, reason in reasons.items()}
+    return [Edit("expand", name, plan.branches, details.get(name, {})) for name, plan in plans.items()]
 
 
 def _refuse_search(structure: Mapping[str, Any]) -> None:
@@ -141,10 +142,6 @@ def _refuse_search(structure: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"layer {name!r}: the structure is that of a search which has not ended, so nothing is fixed"
             )
-
-
-def _kept(reasons: Mapping[str, str], name: str) -> dict[str, str]:
-    return {"norm kept": reasons[name]} if name in reasons else {}
 
 
 def _checked_method(name: str, structure: Mapping[str, Any] | None, preserve: bool) -> Method:
@@ -168,8 +165,7 @@ def _chosen_layers(
     chosen: Method,
     copies: int,
     max_kernel: int | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
+    patterns: DyRepConfig,
 ) -> dict[str, nn.Module]:
     """The convolutions to convert, by name; one that is shared by several names counts once."""
     cannot = refusals(model)
@@ -178,8 +174,7 @@ def _chosen_layers(
     for name, module in model.named_modules():
         if not isinstance(module, PLAIN_CONVS) and name not in cannot:
             continue
-        named = any(fnmatchcase(name, p) for p in include) and not any(fnmatchcase(name, p) for p in exclude)
-        reason = cannot.get(name) or ("" if named else "excluded by include and exclude")
+        reason = cannot.get(name) or ("" if patterns.includes(name) else "excluded by include and exclude")
         if getattr(module, "branches", None):
             raise ConfigError(f"layer {name!r} has branches already: convert a plain model, or dyrep.deploy it first")
         if not reason:

@@ -95,7 +95,7 @@ def settle_(model: nn.Module, open_gates: dict[str, list[str]]) -> dict[str, lis
         before = list(block.parameters())
         branches = {name: branch for name, branch in block.branch_modules().items() if name in keep}
         block.set_branches_(branches)
-        for norm in (block.origin_norm, *(branch.norm for branch in branches.values())):
+        for norm in block.scalings():
             if isinstance(norm, GatedNorm):
                 norm.open_for_good_()
         if ORIGIN not in keep:

@@ -166,7 +166,11 @@ class RepNAS:
         self._saw_gradient = False
         self.kept: dict[str, list[str]] | None = None
         self._learner: torch.optim.Adam | None = None
-        self._handles = self._watch()
+        self._handles: list[Any] = [
+            inner.register_forward_pre_hook(_Hook(self, "_before_forward")),
+            inner.register_forward_hook(_Hook(self, "_after_forward"), always_call=True),
+            optimizer.register_step_post_hook(_Hook(self, "_after_step")),
+        ]
         self.refresh()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=config.to_dict(), gates=len(self._names), kept=self.gates.kept)
@@ -176,23 +180,11 @@ class RepNAS:
         """What has happened so far, as logged."""
         return self._log.events
 
-    def _watch(self) -> list[Any]:
-        inner = bare(self.model)
-        return [
-            inner.register_forward_pre_hook(_Hook(self, "_before_forward")),
-            inner.register_forward_hook(_Hook(self, "_after_forward"), always_call=True),
-            self.optimizer.register_step_post_hook(_Hook(self, "_after_step")),
-        ]
-
     # -- every step ---------------------------------------------------------------------------------------------
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
-        if self.gates is None:
-            return
-        if model.training and torch.is_grad_enabled():
+        if self.gates is not None and model.training and torch.is_grad_enabled():
             self.gates.set_drawn(self.gates.draw(self.strengths))
-        else:
-            self.refresh()
 
     def _after_forward(self, model: nn.Module, _: Any, __: Any) -> None:
         if self.gates is not None:
@@ -217,7 +209,10 @@ class RepNAS:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Open the strongest gates for eval mode and folding, in the model and in copies that follow it."""
+        """Open the strongest gates for eval mode and folding, in the model and in copies that follow it.
+
+        This happens by itself whenever strengths have learned; call it if you have set them yourself.
+        """
         if self.gates is not None:
             strongest = self.gates.ranked(self.strengths)
             for gates in (self.gates, *self._average_gates):

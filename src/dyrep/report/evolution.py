@@ -75,8 +75,9 @@ def draw_evolution(events: list[dict[str, Any]], path: str | os.PathLike[str]) -
     unit = "step" if updates and not any(event["epoch"] for event in updates) else "epoch"
     born = lives(events)
     layers = sorted({life.layer for life in born}, key=_natural)
-    totals = {"started": lambda event: event["config"]["total"], "converted": lambda event: event.get("epochs")}
-    total = next((totals[event["type"]](event) for event in events if event["type"] in totals), None)
+    told = [event["config"]["total"] for event in events if event["type"] == "started"]
+    told += [event["epochs"] for event in events if event["type"] == "converted"]
+    total = next(iter(told), None)
     end = total or max((event[unit] for event in updates), default=0) + 1
     height = 1 + 0.12 * len(born) + 0.1 * len(layers)
     counted = [event for event in updates if event.get("macs") is not None]

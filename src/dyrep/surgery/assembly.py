@@ -49,12 +49,11 @@ class Blueprint:
     def of(cls, block: RepConv, norm_names: Mapping[int, str]) -> Blueprint:
         """Describe a block; ``norm_names`` has the names of the model's norms by their id."""
         branches = block.branch_modules()
-        norms = [block.origin_norm, *(branch.norm for branch in branches.values())]
         return cls(
             branches=tuple(branches),
             origin_norm=block.origin_norm is not None,
             width=max((branch.width for branch in branches.values()), default=1),
-            scaling=next((norm.kind for norm in norms if norm is not None), "norm"),
+            scaling=next((norm.kind for norm in block.scalings()), "norm"),
             replaces=None if block.passed_norm is None else norm_names.get(id(block.passed_norm)),
             origin=not block.origin_off,
         )
@@ -127,28 +126,26 @@ def assemble_(
         optimizer: the optimizer that trains the model; new parameters join it.
         generator: source of the random weights.
     """
-    conv = model.get_submodule(name)
-    block = as_block_(conv)
-    added: dict[str, nn.Module] = {}
+    block = as_block_(model.get_submodule(name))
     replaced = None if plan.replaces is None or block.passed_norm else model.get_submodule(plan.replaces)
     if replaced is not None:
         block.replace_norm_(replaced)
+    added: dict[str, nn.Module] = {}
+    norm: Scaling | None = None
     if plan.origin_norm and block.origin_norm is None:
-        norm = origin_scaling_for(block, plan.scaling)
+        added["origin_norm"] = norm = origin_scaling_for(block, plan.scaling)
         if replaced is not None and preserve:
             _take_over_(cast(BranchNorm, norm), replaced)
             block.origin_norm = norm
-        added["origin_norm"] = norm
     branches = {
         branch: branch_for(block, branch, gamma=gamma, width=plan.width, scaling=plan.scaling, generator=generator)
         for branch in plan.branches
         if branch not in block.branches
     }
-    norm_or_none = cast("Scaling | None", added.get("origin_norm"))
     if preserve and plan.origin:
-        attach_(block, branches, norm_or_none)
+        attach_(block, branches, norm)
     else:
-        block.origin_norm = block.origin_norm if norm_or_none is None else norm_or_none
+        block.origin_norm = norm or block.origin_norm
         block.set_branches_({**block.branch_modules(), **branches})
     if not plan.origin:
         block.switch_origin_off_()
@@ -186,10 +183,6 @@ def attach_(conv: nn.Module, branches: Mapping[str, Branch], norm: Scaling | Non
 
 
 def _take_over_(norm: BranchNorm, replaced: nn.Module) -> None:
-    """Make a branch norm compute in eval mode what a batch norm did; it may have another ε."""
-    mean, var = cast(Tensor, replaced.running_mean), cast(Tensor, replaced.running_var)
-    cast(Tensor, norm.running_mean).copy_(mean)
-    norm.running_var.copy_(var)
-    ratio = ((var + norm.eps) / (var + cast(float, replaced.eps))).sqrt()
-    norm.weight.copy_(cast(Tensor, replaced.weight) * ratio)
-    cast(Tensor, norm.bias).copy_(cast(Tensor, replaced.bias))
+    """Make a branch norm compute in eval mode what a batch norm, whose ε it has, did."""
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        cast(Tensor, getattr(norm, name)).copy_(getattr(replaced, name))

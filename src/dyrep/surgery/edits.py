@@ -269,7 +269,7 @@ def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None
     if not present:
         raise BranchError(f"layer {name!r} has no branches to cut")
     assert isinstance(conv, RepConv)
-    if branches is not None and any(isinstance(branch.norm, GatedNorm) for branch in conv.branch_modules().values()):
+    if branches is not None and any(isinstance(norm, GatedNorm) for norm in conv.scalings()):
         raise BranchError(f"layer {name!r} is being searched: finish the search before cutting branches one by one")
     for branch in branches or ():
         if branch not in present:

@@ -146,10 +146,9 @@ def _closed_blocks(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, RepConv):
-            norms = [module.origin_norm, *(branch.norm for branch in module.branch_modules().values())]
-            if any(isinstance(norm, ChannelScale) for norm in norms):
+            if any(isinstance(norm, ChannelScale) for norm in module.scalings()):
                 found[name] = "its block is folded at every step, and a branch with a norm cannot be"
-            elif any(isinstance(norm, GatedNorm) for norm in norms):
+            elif any(isinstance(norm, GatedNorm) for norm in module.scalings()):
                 found[name] = "its branches are being searched"
             elif module.origin_off:
                 found[name] = "its original kernel, which would make up for new branches, has been left out"
