@@ -1,26 +1,13 @@
 """Two processes must take the same decisions and end with the same weights."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import dyrep
 from dyrep.errors import DesyncError
-from training import make_batches, make_net, train_epoch
-
-
-@contextmanager
-def member(rank, init_file):
-    """One of two processes that work together; they leave together too."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
+from training import make_batches, make_net, member, train_epoch
 
 
 def run_rank(rank, init_file, out, in_place):

@@ -1,8 +1,11 @@
-"""A small training run that the tests of the controller share."""
+"""A small training run, and what tests of several packages need beside it."""
+
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from dyrep import DyRep, DyRepConfig
 
@@ -55,3 +58,23 @@ def start(seed=0, optimizer="sgd", log=None, **settings):
     made = kinds[optimizer](model.parameters())
     config = DyRepConfig(**{"interval": 1, "score": "snip", "calibration_batches": 3, **settings})
     return model, made, DyRep(model, made, config, loss=loss_of, log=log)
+
+
+@torch.no_grad()
+def eval_output(model: nn.Module, x: Tensor) -> Tensor:
+    """The model's output in eval mode, its modes put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    output = model.eval()(x)
+    for module, mode in modes:
+        module.training = mode
+    return output
+
+
+@contextmanager
+def member(rank, init_file):
+    """One of two processes that work together; they leave together too."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()

@@ -47,16 +47,6 @@ def look_trained_(model: nn.Module) -> nn.Module:
     return model
 
 
-@torch.no_grad()
-def eval_output(model: nn.Module, x: Tensor) -> Tensor:
-    """A model's output in eval mode; the modes of all its parts are put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    output = model.eval()(x)
-    for module, mode in modes:
-        module.training = mode
-    return output
-
-
 def relative_error(found: Tensor, expected: Tensor) -> float:
     assert found.shape == expected.shape
     return float((found.detach() - expected.detach()).abs().max() / expected.detach().abs().max())

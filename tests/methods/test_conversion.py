@@ -9,7 +9,6 @@ from methods_helpers import (
     BLOCK_METHODS,
     assert_same_picture,
     blocks,
-    eval_output,
     held,
     look_trained_,
     picture,
@@ -23,6 +22,7 @@ from dyrep.errors import ConfigError, DyRepError, IneligibleLayerError, Optimize
 from dyrep.methods import METHODS, conversion
 from dyrep.models import build
 from dyrep.passing import PassedNorm
+from training import eval_output
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 

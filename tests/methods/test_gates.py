@@ -5,13 +5,14 @@ import json
 
 import pytest
 import torch
-from methods_helpers import blocks, eval_output, look_trained_, relative_error, small_net
+from methods_helpers import blocks, look_trained_, relative_error, small_net
 from torch import nn
 
 import dyrep
 from dyrep.errors import BranchError
 from dyrep.methods.gates import Gates, settle_
 from dyrep.norm import BranchNorm
+from training import eval_output
 
 X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 LAYERS = {"0": 6, "3": 7, "6": 6}  # gates per block: the residual fits the second alone

@@ -9,13 +9,14 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from methods_helpers import blocks, eval_output, look_trained_, relative_error, small_net
+from methods_helpers import blocks, look_trained_, relative_error, small_net
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dyrep
 from dyrep.models import build
+from training import eval_output
 
 SIZE = 5
 

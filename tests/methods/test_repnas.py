@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from methods_helpers import blocks, eval_output, held, relative_error
+from methods_helpers import blocks, held, relative_error
 from repnas_helpers import BATCHES, FAVOURITES, X, favour_, run_epoch, start
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -14,7 +14,7 @@ import dyrep
 from dyrep import RepNAS, RepNASConfig
 from dyrep.errors import ConfigError, DyRepError, StructureError
 from dyrep.scaling import GatedNorm
-from training import make_net, train_epoch
+from training import eval_output, make_net, train_epoch
 
 # -- settings ---------------------------------------------------------------------------------------------------
 

@@ -2,13 +2,11 @@
 
 import copy
 import io
-from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from methods_helpers import assert_same_picture, eval_output, picture, relative_error
+from methods_helpers import assert_same_picture, picture, relative_error
 from repnas_helpers import BATCHES, FAVOURITES, FAVOURITES_ALONE, X, favour_, run_epoch, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +15,7 @@ import dyrep
 from dyrep import RepNAS, RepNASConfig
 from dyrep.errors import CheckpointError
 from dyrep.methods.gates import Gates
-from training import make_batches, make_net, train_epoch
+from training import eval_output, make_batches, make_net, member, train_epoch
 
 # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -227,16 +225,6 @@ def test_states_of_something_else_are_refused():
 
 
 # -- several processes ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def member(rank, init_file):
-    """One of two processes that work together; they leave together too."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{init_file}", rank=rank, world_size=2)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def search_on_rank(rank, init_file, out, convert_first):

@@ -33,16 +33,6 @@ def relative_change(after: Tensor, before: Tensor) -> float:
     return float((after - before).abs().max() / before.abs().max())
 
 
-@torch.no_grad()
-def eval_output(model: nn.Module, x: Tensor) -> Tensor:
-    """The model's output in eval mode, its modes put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    output = model.eval()(x)
-    for module, mode in modes:
-        module.training = mode
-    return output
-
-
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
     """One step towards an output of ones."""
 

@@ -14,7 +14,8 @@ from dyrep.errors import StructureError
 from dyrep.norm import BranchNorm
 from dyrep.passing import PassedNorm
 from dyrep.surgery.assembly import Blueprint, assemble_, norm_names
-from surgery_helpers import eval_output, held_parameters, images, picture, relative_change, train_step
+from surgery_helpers import held_parameters, images, picture, relative_change, train_step
+from training import eval_output
 
 ALL_BRANCHES = (*BRANCHES, "KxK-2", "1x1-DCT", "DW-1x1")
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])

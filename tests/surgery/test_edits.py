@@ -20,12 +20,12 @@ from dyrep.surgery.edits import Edit
 from surgery_helpers import (
     conv,
     conv_bn_net,
-    eval_output,
     held_parameters,
     images,
     relative_change,
     train_step,
 )
+from training import eval_output
 
 KINDS = ("conv", "conv-BN", "conv-bias", "conv-bias-BN", "grouped", "depthwise")
 

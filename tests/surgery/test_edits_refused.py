@@ -12,11 +12,11 @@ from dyrep.surgery import assembly, edits
 from surgery_helpers import (
     assert_same_picture,
     conv_bn_net,
-    eval_output,
     images,
     picture,
     train_step,
 )
+from training import eval_output
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from dyrep.block import RepConv
 from surgery_helpers import (
     conv,
     conv_bn_net,
-    eval_output,
     images,
     relative_change,
 )
+from training import eval_output
 
 
 def test_hooks_aliases_references_and_parameters_survive_both_edits():

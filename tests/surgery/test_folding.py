@@ -14,7 +14,8 @@ import dyrep
 from dyrep.block import RepConv
 from dyrep.errors import DyRepError
 from dyrep.surgery.folding import FoldReport, drift, eval_outputs, relative_error, train_outputs
-from surgery_helpers import assert_same_picture, conv_bn_net, eval_output, images, picture, relative_change, train_step
+from surgery_helpers import assert_same_picture, conv_bn_net, images, picture, relative_change, train_step
+from training import eval_output
 
 
 def evolved(dtype: torch.dtype = torch.float32, gamma: float = 0.1) -> nn.Sequential:

@@ -12,7 +12,8 @@ import torchvision
 from torch import nn
 
 import dyrep
-from surgery_helpers import eval_output, relative_change, train_step
+from surgery_helpers import relative_change, train_step
+from training import eval_output
 
 TORCHVISION = ("resnet18", "mobilenet_v2", "vgg16_bn", "regnet_y_400mf", "densenet121")
 TIMM = ("repvgg_a0", "efficientnet_b0", "convnext_tiny", "resnext50_32x4d", "mobilenetv3_small_100")

@@ -18,13 +18,13 @@ from dyrep.passing import PassedNorm
 from surgery_helpers import (
     assert_same_picture,
     conv_bn_net,
-    eval_output,
     held_parameters,
     images,
     picture,
     relative_change,
     train_step,
 )
+from training import eval_output
 
 INNER = "3.branches.1x1-KxK.conv"
 

@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import dyrep
 from dyrep.errors import BranchError, IneligibleLayerError, OptimizerError, UnknownLayerError, WrappedModelError
-from surgery_helpers import assert_same_picture, conv_bn_net, eval_output, images, picture, relative_change
+from surgery_helpers import assert_same_picture, conv_bn_net, images, picture, relative_change
+from training import eval_output
 
 
 class Doubled(nn.Conv2d):

@@ -8,7 +8,8 @@ from torch import nn
 
 import dyrep
 from dyrep.surgery.undo import Snapshot
-from surgery_helpers import assert_same_picture, conv_bn_net, eval_output, images, picture, train_step
+from surgery_helpers import assert_same_picture, conv_bn_net, images, picture, train_step
+from training import eval_output
 
 INNER = "3.branches.1x1-KxK.conv"
 
