@@ -8,11 +8,13 @@ from dyrep.config import DyRepConfig
 from dyrep.controller import DyRep
 from dyrep.errors import DyRepError
 from dyrep.events import read_events
+from dyrep.execution import EXECUTIONS
 from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_
 from dyrep.norm import sync_norms_
 from dyrep.scoring import SCORES
 from dyrep.surgery.costs import Costs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
+from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import FoldReport, deploy, verify
 from dyrep.surgery.structure import follow_, prepare_, restructure_, structure
 from dyrep.surgery.targets import Target, targets
@@ -21,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BRANCHES",
+    "EXECUTIONS",
     "METHODS",
     "SCORES",
     "Costs",
@@ -47,6 +50,7 @@ __all__ = [
     "read_events",
     "restructure_",
     "save",
+    "set_execution_",
     "structure",
     "sync_norms_",
     "targets",

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dyrep import algebra
+from dyrep import algebra, execution
 from dyrep.branches import Branch, is_branch, make_branch
 from dyrep.errors import BranchError, IneligibleLayerError, StructureError
+from dyrep.execution import Execution
 from dyrep.geometry import ConvGeometry, ConvNd
 from dyrep.norm import BranchNorm, sync_norms_
 from dyrep.passing import PassedNorm, step_aside_, step_back_
@@ -40,6 +41,7 @@ class RepConv(_Base):
         origin_norm: a norm (or a scale) on the original kernel, or None.
         origin_off: whether the original kernel is left out, as a search may decide; it is zero then.
         geometry: the convolution's hyper-parameters, resolved.
+        execution: how it is run, see `dyrep.set_execution_`.
         prepared: whether loading a state dict grows and sheds branches as the file says, see `dyrep.prepare_`.
         norm_group: process group, in a tuple, that norms of branches grown that way synchronise in.
     """
@@ -47,6 +49,7 @@ class RepConv(_Base):
     branches: nn.ModuleDict
     origin_norm: Scaling | None
     geometry: ConvGeometry
+    execution: Execution = Execution()
     origin_off: bool = False
     prepared: bool = False
     norm_group: tuple[Any] | None = None
@@ -67,14 +70,21 @@ class RepConv(_Base):
             return super().forward(input)
         if self.is_linear:
             return self._conv_forward(input, *self.folded())
-        unbatched = input.dim() == self.weight.dim() - 1
         x = self.geometry.branch_input(input)
+        how = execution.choose(self.execution, self.scalings(), x, self.geometry.ndim)
+        if how == "frozen":
+            return self._conv_forward(input, *self.folded())
+        y = self._added(x) if how == "eager" else execution.forward(self, x, how, self.execution)
+        return y.squeeze(0) if input.dim() < x.dim() else y
+
+    def _added(self, x: Tensor) -> Tensor:
+        """Run the convolution and all branches one after another, and add them up."""
         y = None if self.origin_off else self._origin(x)
         for branch in self.branches.values():
             added = branch(x)
             y = added if y is None else y + added.to(y.dtype)  # under autocast a residual is wider than a convolution
         assert y is not None
-        return y.squeeze(0) if unbatched else y
+        return y
 
     def _origin(self, x: Tensor) -> Tensor:
         if self.geometry.needs_prepadding:
@@ -378,7 +388,7 @@ def _write_plain_(block: RepConv, kernel: Tensor, bias: Tensor | None) -> ConvNd
     block._buffers.pop(REPLACES, None)
     block.__class__ = _PLAIN_OF[type(block)]
     del block._modules["branches"], block._modules["origin_norm"]
-    for attribute in ("geometry", "origin_off", "prepared", "norm_group", "_passed"):
+    for attribute in ("geometry", "execution", "origin_off", "prepared", "norm_group", "_passed"):
         block.__dict__.pop(attribute, None)
     block.weight.copy_(kernel)
     if block.bias is not None and bias is not None:

@@ -110,6 +110,16 @@ class BranchNorm(nn.Module):
             "mean": None if self.running_mean is None else self.running_mean.to(dtype),
         }
 
+    def affine(self) -> tuple[Tensor, Tensor | None]:
+        """γ and β as a training step uses them."""
+        return self.weight, self.bias
+
+    @property
+    def normalises_alone(self) -> bool:
+        """Whether it divides by the statistics of its own batch: it is trained, neither calibrated nor synchronised."""
+        synchronised = self.synchronized and dist.is_initialized()
+        return self.training and self._calibrated_batches is None and not synchronised
+
     @torch.no_grad()
     def make_identity_(self, channels: Tensor | None = None) -> None:
         """Choose γ and β so that in eval mode the norm changes nothing (in ``channels``, a mask; default all)."""
@@ -128,7 +138,7 @@ class BranchNorm(nn.Module):
         # one value has no spread: as nothing can be learnt from it, the running statistics stand in
         if self.training and (values > 1 or synchronize):
             mean, var, count = self._batch_statistics(wide, dims, values, synchronize)
-            self._track(mean, var, count)
+            self.track_(mean, var, count)
         else:
             mean, var = self.running_mean, self.running_var
         scale = self.weight.to(wide.dtype) * torch.rsqrt(var.to(wide.dtype) + self.eps)
@@ -160,7 +170,8 @@ class BranchNorm(nn.Module):
         return mean, var, count
 
     @torch.no_grad()
-    def _track(self, mean: Tensor, var: Tensor, count: Tensor | int) -> None:
+    def track_(self, mean: Tensor, var: Tensor, count: Tensor | int) -> None:
+        """Move the running statistics towards those of a batch (``var`` is biased) with ``count`` values per channel."""
         momentum = self.momentum
         if self._calibrated_batches is not None:
             self._calibrated_batches += 1

@@ -106,6 +106,11 @@ class GatedNorm(BranchNorm):
                 arguments[name] = arguments[name] * self.gate.to(dtype)
         return arguments
 
+    def affine(self) -> tuple[Tensor, Tensor | None]:
+        """See `BranchNorm.affine`."""
+        gate = (self.gate if self.drawn is None else self.drawn).to(self.weight.dtype)
+        return self.weight * gate, None if self.bias is None else self.bias * gate
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x``, and multiply it by the gate."""
         y = super().forward(x)

@@ -65,9 +65,17 @@ class Branch(nn.Module):
         self._like: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm = make_scaling(scaling, geometry.out_channels, shift=shift, gamma=gamma, **self._like)
 
+    def linear(self, x: Tensor) -> Tensor:
+        """The map before the norm."""
+        raise NotImplementedError
+
     def kernel(self, dtype: torch.dtype) -> Tensor:
         """The map before the norm, as a kernel of the origin's shape."""
         raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the branch."""
+        return self.norm(self.linear(x))
 
     def folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The branch in eval mode, as a kernel and a bias (None without shift)."""
@@ -83,6 +91,7 @@ class SmallKernelBranch(Branch):
 
     def __init__(self, geometry: ConvGeometry, *, kernel: tuple[int, ...], **arguments: Any) -> None:
         super().__init__(geometry, **arguments)
+        self.kernel_size = kernel
         pads = self.geometry.pads_for(kernel)
         by_conv = all(before == after >= 0 for before, after in pads)
         self._pads: Pads | None = None if by_conv else pads
@@ -102,9 +111,9 @@ class SmallKernelBranch(Branch):
         """See `Branch.kernel`."""
         return algebra.pad_kernel(folded_conv(self.conv, dtype)[0], self.geometry.kernel_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the branch."""
-        return self.norm(self.conv(x if self._pads is None else pad_or_crop(x, self._pads)))
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Branch.linear`."""
+        return self.conv(x if self._pads is None else pad_or_crop(x, self._pads))
 
 
 class PointwiseKernelBranch(Branch):
@@ -136,10 +145,10 @@ class PointwiseKernelBranch(Branch):
             point, _ = algebra.fuse_norm(point, None, **self.inner_norm.fold_arguments(dtype))
         return algebra.compose(point, folded_conv(self.conv, dtype)[0], self.geometry.groups)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the branch."""
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Branch.linear`."""
         mixed = self.point(x)
-        return self.norm(self.conv(mixed if self.inner_norm is None else self.inner_norm(mixed)))
+        return self.conv(mixed if self.inner_norm is None else self.inner_norm(mixed))
 
 
 class AverageBranch(Branch):
@@ -159,10 +168,10 @@ class AverageBranch(Branch):
         point, _ = folded_conv(self.point, dtype)
         return point.expand(*point.shape[:2], *g.kernel_size) / g.taps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the branch."""
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Branch.linear`."""
         pooled = self._pool(x)
-        return self.norm(pooled if self.point is None else self.point(pooled))
+        return pooled if self.point is None else self.point(pooled)
 
     def _pool(self, x: Tensor) -> Tensor:
         g = self.geometry
@@ -191,14 +200,14 @@ class CosineBranch(Branch):
         """See `Branch.kernel`."""
         return folded_conv(self.point, dtype)[0] * self.filters.to(dtype).unsqueeze(1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the branch."""
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Branch.linear`."""
         g = self.geometry
         pads = tuple(before for before, _ in g.pads)
         mixed = self.point(x)
         conv = _CONV_FUNCTIONS[g.ndim - 1]
         filters = self.filters.unsqueeze(1).to(mixed.dtype)
-        return self.norm(conv(mixed, filters, None, g.stride, pads, g.dilation, g.out_channels))
+        return conv(mixed, filters, None, g.stride, pads, g.dilation, g.out_channels)
 
 
 class DepthwiseBranch(Branch):
@@ -231,9 +240,9 @@ class DepthwiseBranch(Branch):
         point = point.reshape(g.groups, g.out_channels // g.groups, g.in_channels // g.groups, self.EXPANSION)
         return torch.einsum("giek,goie->goik", filters, point).reshape(g.out_channels, -1, *g.kernel_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the branch."""
-        return self.norm(self.point(self.depthwise(x)))
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Branch.linear`."""
+        return self.point(self.depthwise(x))
 
 
 class ResidualBranch(Branch):
@@ -250,9 +259,9 @@ class ResidualBranch(Branch):
         g, device = self.geometry, self.norm.weight.device
         return algebra.identity_kernel(g.out_channels, g.kernel_size, g.groups, self._tap, dtype=dtype, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the branch."""
-        return self.norm(pad_or_crop(x, self._pads))
+    def linear(self, x: Tensor) -> Tensor:
+        """See `Branch.linear`."""
+        return pad_or_crop(x, self._pads)
 
 
 def empty_conv(

@@ -1,0 +1,110 @@
+"""What fused and folded execution have in common: reading a block's branches, and arithmetic with their kernels."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dyrep import algebra
+from dyrep.branches.kinds import AverageBranch, Branch, PointwiseKernelBranch, SmallKernelBranch
+from dyrep.branches.options import pools_by_convolution
+from dyrep.geometry import ConvGeometry
+from dyrep.kernels import average_pool
+from dyrep.norm import BranchNorm
+from dyrep.scaling import Scaling
+
+
+class Block(Protocol):
+    """What execution needs to know of a block."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    geometry: ConvGeometry
+    origin_norm: Scaling | None
+    origin_off: bool
+
+    def branch_modules(self) -> dict[str, Branch]:
+        """The branches by name."""
+        ...
+
+
+def conv_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which a convolution with this weight runs here."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float32 or wider, where statistics and scales are computed."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def convolve(geometry: ConvGeometry, x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Run a kernel of a convolution's own size over an input as its branches read it."""
+    conv: Any = (F.conv1d, F.conv2d, F.conv3d)[geometry.ndim - 1]
+    pads = (0,) * geometry.ndim if geometry.needs_prepadding else tuple(before for before, _ in geometry.pads)
+    bias = None if bias is None else bias.to(kernel.dtype)
+    return conv(x, kernel, bias, geometry.stride, pads, geometry.dilation, geometry.groups)
+
+
+def is_plain(conv: Any) -> bool:
+    """Whether a convolution inside a branch has grown none of its own."""
+    return not getattr(conv, "branches", None) and getattr(conv, "origin_norm", None) is None
+
+
+def is_pointwise(branch: Branch) -> bool:
+    """Whether a branch is a 1x1 that reads the input as it is, every stride-th position of it."""
+    if not isinstance(branch, SmallKernelBranch) or branch.kernel_size != branch.geometry.point:
+        return False
+    return all(pair == (0, 0) for pair in branch.geometry.pads_for(branch.kernel_size))
+
+
+def strided(x: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The positions of the input that a pointwise branch reads."""
+    if all(s == 1 for s in geometry.stride):
+        return x
+    return x[(slice(None), slice(None), *(slice(None, None, s) for s in geometry.stride))]
+
+
+def pools_itself(branch: Branch) -> bool:
+    """Whether a branch is an average pooling that `average_pool` can do."""
+    g = branch.geometry
+    return isinstance(branch, AverageBranch) and g.ndim == 2 and not pools_by_convolution(g)
+
+
+def pooled(x: Tensor, geometry: ConvGeometry) -> Tensor:
+    """The input, averaged over the windows of a convolution."""
+    (height, width), (down, across) = geometry.kernel_size, geometry.stride
+    return average_pool(x, (height, width), (down, across), (geometry.pads[0][0], geometry.pads[1][0]))
+
+
+def composed(point: Tensor, branch: PointwiseKernelBranch, second: Tensor, dtype: torch.dtype) -> Tensor:
+    """The kernel of the branch ``1x1-KxK``: ``point`` is its 1x1, scaled, ``second`` its KxK."""
+    groups = branch.geometry.groups
+    if groups > 1 or branch.geometry.ndim != 2:
+        return algebra.compose(point, second, groups).to(dtype)
+    # one product without copies where channels are innermost
+    rows = second.permute(0, 2, 3, 1)
+    mixed = rows.to(dtype) @ point.flatten(1).to(dtype)
+    return mixed.permute(0, 3, 1, 2)
+
+
+def scale_of(norm: BranchNorm, var: Tensor) -> Tensor:
+    """γ / σ."""
+    return wide(norm.affine()[0]) * torch.rsqrt(var + norm.eps)
+
+
+def shift_of(norm: BranchNorm, mean: Tensor, scale: Tensor) -> Tensor | None:
+    """β - γ μ / σ, where the norm has a shift."""
+    beta = norm.affine()[1]
+    return None if beta is None else wide(beta) - scale * mean
+
+
+def add(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Sum of two tensors, each of which may be missing."""
+    if total is None or more is None:
+        return more if total is None else total
+    return total + more

@@ -1,0 +1,86 @@
+"""How a block computes what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dyrep.errors import ConfigError
+
+EXECUTIONS = ("auto", "eager", "fused", "folded")
+"""Ways to run a block: see `dyrep.set_execution_`."""
+
+SIGMA_GRADIENTS = ("none", "length", "weights", "full")
+"""What the gradient of a folded block knows about σ: nothing; that it grows with the length of the branch's kernel; how
+it depends on the weights; how it depends on weights and input."""
+
+
+class Clock:
+    """Counts the training steps of a model's folded blocks, so that they measure σ in the same ones.
+
+    Attributes:
+        every: measure in every n-th step.
+        step: steps begun.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self.step = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether σ is measured in the step to come."""
+        return self.step % self.every == 0
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a block runs in training.
+
+    Attributes:
+        name: one of `EXECUTIONS`.
+        images: how many images of the batch a folded block measures σ on.
+        gradient: one of `SIGMA_GRADIENTS`.
+        clock: says in which steps a folded block measures σ.
+        leads: whether this block moves the clock on.
+
+    Example:
+        >>> Execution("folded", images=0)
+        Traceback (most recent call last):
+        dyrep.errors.ConfigError: images=0: must be a whole number of at least 1
+    """
+
+    name: str = "auto"
+    images: int = 16
+    gradient: str = "length"
+    clock: Clock = field(default_factory=Clock, compare=False)
+    leads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in EXECUTIONS:
+            raise ConfigError(f"execution={self.name!r} is unknown; valid are {', '.join(EXECUTIONS)}")
+        if self.gradient not in SIGMA_GRADIENTS:
+            raise ConfigError(f"gradient={self.gradient!r} is unknown; valid are {', '.join(SIGMA_GRADIENTS)}")
+        for what, value in (("images", self.images), ("every", self.clock.every)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{what}={value!r}: must be a whole number of at least 1")
+
+
+_only_eager = False
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run all blocks eagerly, whatever their setting: for hooks on their parts, or gradients of gradients."""
+    global _only_eager
+    before, _only_eager = _only_eager, True
+    try:
+        yield
+    finally:
+        _only_eager = before
+
+
+def only_eager() -> bool:
+    """Whether `eagerly` is in force."""
+    return _only_eager

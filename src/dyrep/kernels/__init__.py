@@ -1,0 +1,13 @@
+"""The few operations that fused and folded blocks consist of, each a `torch.library` operator with a gradient.
+
+On a GPU they run as Triton kernels, anywhere else as plain PyTorch: the same function, so that the same tests hold for
+both. Triton is imported when a kernel is first launched; ``import dyrep`` does not need it.
+"""
+
+from dyrep.kernels.assembling import Part, assemble
+from dyrep.kernels.availability import unavailable
+from dyrep.kernels.moments import second_moments
+from dyrep.kernels.pooling import average_pool
+from dyrep.kernels.summing import normalised_sum, statistics
+
+__all__ = ["Part", "assemble", "average_pool", "normalised_sum", "second_moments", "statistics", "unavailable"]

@@ -1,0 +1,188 @@
+"""Add scaled kernels of different sizes up to one kernel: folding a block at every step.
+
+    K = base + Σ_j a_j · place(W_j) + a · identity
+
+`place` puts a small kernel at its taps of the large one, or spreads a pointwise one evenly over all of them. One
+kernel reads everything and writes K in the dtype of the convolution; one more gives all gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dyrep.kernels.availability import memory_format_of, runs_triton
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel to be added to a larger one.
+
+    Attributes:
+        kernel: shape ``(out, in / groups, height, width)``.
+        tap: where its first tap goes.
+        spread: whether it is pointwise and stands for an average over all taps.
+        invariant: whether its scale stands for 1 / its length, output channel by output channel: whatever the scale
+            given, the gradient is then at right angles to the kernel, as a norm's is.
+    """
+
+    kernel: Tensor
+    tap: tuple[int, int] = (0, 0)
+    spread: bool = False
+    invariant: bool = False
+
+
+def assemble(
+    base: Tensor | None,
+    parts: list[Part],
+    scales: Tensor,
+    *,
+    size: tuple[int, int],
+    identity: Tensor | None = None,
+    identity_tap: tuple[int, int] = (0, 0),
+    dtype: torch.dtype,
+) -> Tensor:
+    """Add kernels up.
+
+    Args:
+        base: a kernel of full size that is added as it is.
+        parts: kernels that are scaled.
+        scales: shape ``(parts, out)``, in float32 or wider.
+        size: height and width of the result.
+        identity: scale of the identity matrix (per group), shape ``(out,)``.
+        identity_tap: where it goes.
+        dtype: of the result.
+
+    Example:
+        >>> center = Part(torch.ones(1, 1, 1, 1), tap=(1, 1))
+        >>> assemble(None, [center], torch.full((1, 1), 2.0), size=(3, 3), dtype=torch.float32)[0, 0]
+        tensor([[0., 0., 0.],
+                [0., 2., 0.],
+                [0., 0., 0.]])
+    """
+    places = [value for part in parts for value in (*part.tap, part.spread, part.invariant)]
+    kernels = [part.kernel for part in parts]
+    return _assemble(base, kernels, scales, places, identity, list(identity_tap), list(size), dtype)
+
+
+@torch.library.custom_op("dyrep::assemble", mutates_args=())
+def _assemble(
+    base: Tensor | None,
+    kernels: list[Tensor],
+    scales: Tensor,
+    places: list[int],
+    identity: Tensor | None,
+    identity_tap: list[int],
+    size: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    like = kernels[0] if base is None else base
+    out = _empty(like, size, dtype)
+    if runs_triton(like, *kernels, scales, out):
+        from dyrep.kernels import assembling_triton
+
+        assembling_triton.assemble_(out, base, kernels, scales, places, identity, identity_tap)
+        return out
+    total = torch.zeros(out.shape, dtype=scales.dtype, device=out.device)
+    if base is not None:
+        total += base
+    for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
+        total += scale[:, None, None, None] * _placed(kernel.to(scales.dtype), size, place)
+    if identity is not None:
+        rows = torch.arange(len(identity), device=out.device)
+        total[rows, rows % total.shape[1], identity_tap[0], identity_tap[1]] += identity
+    return out.copy_(total)
+
+
+@_assemble.register_fake
+def _(
+    base: Tensor | None,
+    kernels: list[Tensor],
+    scales: Tensor,
+    places: list[int],
+    identity: Tensor | None,
+    identity_tap: list[int],
+    size: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return _empty(kernels[0] if base is None else base, size, dtype)
+
+
+@torch.library.custom_op("dyrep::assemble_backward", mutates_args=())
+def _assemble_backward(
+    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], tap: list[int]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Gradients of the kernels, of their scales and of the identity's scale."""
+    if runs_triton(grad, *kernels, scales):
+        from dyrep.kernels import assembling_triton
+
+        return assembling_triton.backward(grad, kernels, scales, places, tap)
+    wide = grad.to(scales.dtype)
+    size = list(grad.shape[2:])
+    grads, along = [], []
+    for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
+        top, left, spread, invariant = place
+        w = kernel.to(scales.dtype)
+        if spread:
+            part = wide.mean((2, 3), keepdim=True)
+        else:
+            part = wide[:, :, top : top + w.shape[2], left : left + w.shape[3]]
+        s = (part * w).sum((1, 2, 3))
+        change = scale[:, None, None, None] * part
+        if invariant:
+            length = w.square().sum((1, 2, 3))
+            change = change - (scale * s / length.clamp(min=1e-30))[:, None, None, None] * w
+        grads.append(torch.empty_like(kernel).copy_(change))
+        along.append(s)
+    rows = torch.arange(grad.shape[0], device=grad.device)
+    diagonal = wide[rows, rows % grad.shape[1], tap[0], tap[1]]
+    return grads, torch.stack(along) if along else torch.empty_like(scales), diagonal
+
+
+@_assemble_backward.register_fake
+def _(
+    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], tap: list[int]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    diagonal = torch.empty(grad.shape[0], dtype=scales.dtype, device=grad.device)
+    return [torch.empty_like(kernel) for kernel in kernels], torch.empty_like(scales), diagonal
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    base, kernels, scales, ctx.places, identity, ctx.tap, _, _ = inputs
+    ctx.save_for_backward(*kernels, scales)
+    ctx.base_dtype = None if base is None else base.dtype
+    ctx.has_identity = identity is not None
+    ctx.memory_format = memory_format_of(output)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *kernels, scales = ctx.saved_tensors
+    grad = grad.contiguous(memory_format=ctx.memory_format)
+    along_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
+    grads, along_scales, diagonal = _assemble_backward(grad, kernels, scales, ctx.places, ctx.tap)
+    identity = diagonal if ctx.has_identity else None
+    return along_base, grads, along_scales, None, identity, None, None, None
+
+
+_assemble.register_autograd(_backward, setup_context=_remember)
+
+
+def _empty(like: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
+    shape = (*like.shape[:2], *size)
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=memory_format_of(like))
+
+
+def _by_part(places: list[int]) -> list[tuple[int, int, int, int]]:
+    return [(places[i], places[i + 1], places[i + 2], places[i + 3]) for i in range(0, len(places), 4)]
+
+
+def _placed(kernel: Tensor, size: list[int], place: tuple[int, int, int, int]) -> Tensor:
+    top, left, spread, _ = place
+    if spread:
+        return kernel.expand(*kernel.shape[:2], *size) / (size[0] * size[1])
+    below, right = size[0] - top - kernel.shape[2], size[1] - left - kernel.shape[3]
+    return F.pad(kernel, (left, right, top, below))

@@ -1,0 +1,56 @@
+"""Choose how the blocks of a model are run."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dyrep.block import RepConv
+from dyrep.execution import Clock, Execution
+from dyrep.surgery.wrappers import bare, forget_compiled
+
+
+def set_execution_(
+    model: nn.Module, execution: str = "auto", *, images: int = 16, gradient: str = "length", every: int = 1
+) -> None:
+    """Choose how all blocks of a model, nested ones included, are run from now on. Parameters stay what they are.
+
+    - ``"eager"`` runs every branch with PyTorch's own operations, on any device: the reference.
+    - ``"fused"`` computes the same, to rounding, with far fewer passes over activations. It needs a GPU and Triton;
+      on the CPU it means eager, and where a block cannot be fused (shared batch statistics, double precision) it says
+      so and runs eagerly.
+    - ``"folded"`` runs one convolution per block, with a kernel computed from the branches and with σ measured on a
+      few images: nearly the cost of the plain network. It is not the same function of the batch; in eval mode, and
+      deployed, it is.
+    - ``"auto"``, the default, is fused where it can be, else eager.
+
+    Blocks that grow later are ``"auto"``; `dyrep.DyRep` gives them what its ``execution`` says.
+
+    Args:
+        model: the model.
+        execution: one of `dyrep.EXECUTIONS`.
+        images: how many images of each batch folded blocks measure σ on.
+        gradient: what a folded block's gradient knows about σ. ``"length"``: that it is proportional to the length of
+            the branch's kernel, which costs nothing; ``"weights"`` and ``"full"``: how σ of the images looked at
+            depends on the weights, or on weights and input; ``"none"``: nothing.
+        every: measure σ in every n-th step; in between, running statistics serve. Not with `torch.compile`.
+
+    Raises:
+        ConfigError: a value is not valid.
+
+    Example:
+        >>> from dyrep import expand_
+        >>> model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+        >>> _ = expand_(model, "0")
+        >>> set_execution_(model, "folded", images=8)
+        >>> model[0].execution.name
+        'folded'
+    """
+    model = bare(model)
+    clock = Clock(every)
+    settings = Execution(execution, images=images, gradient=gradient, clock=clock)
+    leads = every > 1
+    for block in model.modules():
+        if isinstance(block, RepConv):
+            block.execution = Execution(settings.name, images, gradient, clock, leads and bool(block.branches))
+            leads = leads and not block.branches
+    forget_compiled()
