@@ -12,6 +12,7 @@ full one. It synchronises by itself instead, see `dyrep.sync_norms_`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -171,7 +172,7 @@ class BranchNorm(nn.Module):
 
     @torch.no_grad()
     def track_(self, mean: Tensor, var: Tensor, count: Tensor | int) -> None:
-        """Move the running statistics towards those of a batch (``var`` is biased) with ``count`` values per channel."""
+        """Move running statistics towards those of a batch (``var`` is biased) with ``count`` values per channel."""
         momentum = self.momentum
         if self._calibrated_batches is not None:
             self._calibrated_batches += 1
@@ -189,6 +190,32 @@ class BranchNorm(nn.Module):
         """What ``print(model)`` shows."""
         text = f"{self.weight.numel()}, shift={self.bias is not None}"
         return text + ", synchronized=True" if self.synchronized else text
+
+
+@torch.no_grad()
+def track_all_(norms: Sequence[BranchNorm], mean: Tensor, var: Tensor, count: int, steps: int = 1) -> None:
+    """`BranchNorm.track_` for several norms at once, none of which is being calibrated.
+
+    Args:
+        norms: the norms.
+        mean: a row for each.
+        var: a row for each, biased.
+        count: values per channel.
+        steps: how many training steps the batch stands for.
+    """
+    unbiased = var * (count / (count - 1))
+    for momentum in {norm.momentum for norm in norms}:
+        chosen = [k for k, norm in enumerate(norms) if norm.momentum == momentum]
+        weight = 1 - (1 - momentum) ** steps
+        _lerp_([norms[k].running_var for k in chosen], [unbiased[k] for k in chosen], weight)
+        means = [(norms[k].running_mean, mean[k]) for k in chosen]
+        shifted = [(running, batch) for running, batch in means if running is not None]
+        if shifted:
+            _lerp_([running for running, _ in shifted], [batch for _, batch in shifted], weight)
+
+
+def _lerp_(running: list[Tensor], batch: list[Tensor], momentum: float) -> None:
+    torch._foreach_lerp_(running, [b.to(r.dtype) for r, b in zip(running, batch, strict=True)], momentum)
 
 
 def sync_norms_(model: nn.Module, process_group: Any = None, enabled: bool = True) -> nn.Module:

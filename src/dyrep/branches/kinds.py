@@ -113,7 +113,11 @@ class SmallKernelBranch(Branch):
 
     def linear(self, x: Tensor) -> Tensor:
         """See `Branch.linear`."""
-        return self.conv(x if self._pads is None else pad_or_crop(x, self._pads))
+        return self.conv(self.padded(x))
+
+    def padded(self, x: Tensor) -> Tensor:
+        """What its convolution reads: the input, padded or cropped where the convolution cannot do it."""
+        return x if self._pads is None else pad_or_crop(x, self._pads)
 
 
 class PointwiseKernelBranch(Branch):

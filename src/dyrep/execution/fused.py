@@ -4,16 +4,21 @@ The branches fall into two classes. Those that are pointwise (``1x1``, ``residua
 the 1x1 inside ``1x1-KxK``) are never run: the second moments of the input give their statistics, see
 `dyrep.kernels.moments`, and with these each is a term of the kernel that the origin runs with, or part of the kernel
 of ``1x1-KxK``. The others are run by cuDNN, and `normalised_sum` measures, scales and adds their outputs in two passes.
-Moments cost a handful of small operations, so they are used where activations are large, see `MOMENTS_FROM`.
+
+Moments cost a handful of small operations, so they are used where activations are large, see `MOMENTS_FROM`. The first
+convolution of a network is a case of its own: it reads few channels, and nothing needs the gradient of the image. There
+the moments of whole patches give the statistics of all branches, and none is run.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from dyrep import algebra
 from dyrep.branches.kinds import AverageBranch, Branch, PointwiseKernelBranch, ResidualBranch, SmallKernelBranch
 from dyrep.execution.parts import (
     Block,
@@ -23,172 +28,239 @@ from dyrep.execution.parts import (
     convolve,
     is_plain,
     is_pointwise,
+    part_of,
     pooled,
     pools_itself,
-    scale_of,
-    shift_of,
+    scales_and_shift,
     strided,
     wide,
 )
-from dyrep.kernels import Part, assemble, normalised_sum, second_moments
-from dyrep.norm import BranchNorm
+from dyrep.geometry import PLAIN_CONVS
+from dyrep.kernels import Part, assemble, cast_all, fan_out, normalised_sum, patches, second_moments
+from dyrep.norm import BranchNorm, track_all_
 
 MOMENTS_FROM = 16 << 20
 """Bytes of a block's input from which on pointwise branches are not run. Found by measurement on an H200."""
+
+PATCH_UP_TO = 256
+"""Largest patch, in numbers, whose moments are computed for a first convolution."""
 
 
 def forward(block: Block, x: Tensor, moments_from: int | None = None) -> Tensor:
     """The sum of all branches over an input as they read it."""
     dtype = conv_dtype(block.weight)
     x = x.to(dtype)
-    enough = MOMENTS_FROM if moments_from is None else moments_from
-    return _Sum(block, x, dtype, x.numel() * x.element_size() >= enough).result()
+    large = x.numel() * x.element_size() >= (MOMENTS_FROM if moments_from is None else moments_from)
+    return _Sum(block, x, dtype, large).result()
 
 
 class _Moments:
-    """Statistics of pointwise convolutions over one input."""
+    """Statistics of what is linear in the rows of a matrix: pointwise convolutions, or kernels over patches."""
 
     def __init__(self, x: Tensor) -> None:
         self.mean, second = second_moments(x)
-        self.covariance = second - torch.outer(self.mean, self.mean)
-        self.count = x.numel() // x.shape[1]
+        self.covariance = torch.addr(second, self.mean, self.mean, alpha=-1)
 
-    def of(self, kernel: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance of a pointwise kernel's output."""
-        rows = wide(kernel).flatten(1)
-        return rows @ self.mean, ((rows @ self.covariance) * rows).sum(1).clamp(min=0)
+    def of(self, kernels: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Mean and variance of every kernel's output."""
+        rows = torch.cat([wide(kernel).flatten(1) for kernel in kernels])
+        var = ((rows @ self.covariance) * rows).sum(1).clamp(min=0)
+        sizes = [len(kernel) for kernel in kernels]
+        return list(zip((rows @ self.mean).split(sizes), var.split(sizes), strict=True))
 
     def of_input(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of every column."""
         return self.mean, self.covariance.diagonal().clamp(min=0)
+
+
+class _Folded(NamedTuple):
+    """A branch that needs not be run: its statistics, and where its kernel goes (None: it is the identity)."""
+
+    part: Part | None
+    norm: BranchNorm
+    mean: Tensor
+    var: Tensor
 
 
 class _Sum:
     """What a block adds up: a kernel that needs no statistics any more, and outputs that do."""
 
-    def __init__(self, block: Block, x: Tensor, dtype: torch.dtype, use_moments: bool) -> None:
-        self._block, self._x, self._dtype, self._geometry = block, x, dtype, block.geometry
-        g = self._geometry
-        self._use_moments = use_moments and g.groups == 1 and g.ndim == 2 and not g.needs_prepadding
-        self._moments: dict[bool, _Moments] = {}
-        self._terms: list[Tensor] = []
-        self._norms: list[BranchNorm] = []
-        self._parts: list[Part] = []
-        self._scales: list[Tensor] = []
-        self._identity: Tensor | None = None
-        self._shift: Tensor | None = None
+    def __init__(self, block: Block, x: Tensor, dtype: torch.dtype, large: bool) -> None:
+        g = block.geometry
+        self._block, self._dtype, self._geometry = block, dtype, g
+        self._branches = list(block.branch_modules().values())
+        self._readers = iter(fan_out(x, 6 + len(self._branches)))
+        self._x = x
+        plain = g.groups == 1 and g.ndim == 2 and not g.needs_prepadding
+        self._first = plain and not x.requires_grad and g.in_channels * g.taps <= PATCH_UP_TO
+        self._use_moments = plain and (large or self._first)
         self._linear_origin = block.origin_norm is None and not block.origin_off
+        self._input_moments: _Moments | None = None
+        self._inner: dict[Branch, Tensor] = {}  # kernels of 1x1-KxK, composed
+        self._folded: dict[Branch, _Folded] = {}
+        self._weights: dict[object, Tensor] = {}  # of convolutions that are run
 
     def result(self) -> Tensor:
+        """The sum."""
         block, g = self._block, self._geometry
-        branches = list(block.branch_modules().values())
-        with torch.autocast(self._x.device.type, enabled=False):
-            folded = self._fold_pointwise(branches) if self._use_moments else set()
+        if self._use_moments:
+            with torch.autocast(self._x.device.type, enabled=False):
+                self._fold_pointwise()
+                if self._first and self._linear_origin:
+                    self._fold_patches()
+        left = [branch for branch in self._branches if branch not in self._folded]
+        self._cast_weights(left)
+        terms, norms = [], []
         if block.origin_norm is not None:
-            self._run(convolve(g, self._x, block.weight.to(self._dtype), block.bias), block.origin_norm)
+            terms.append(convolve(g, self._input(), self._weights[block], block.bias))
+            norms.append(cast(BranchNorm, block.origin_norm))
+        for branch in left:
+            terms.append(self._output(branch))
+            norms.append(cast(BranchNorm, branch.norm))
+        base = self._base()
+        if terms:
+            return _normalised(base, terms, norms)
+        assert base is not None
+        return base
+
+    def _input(self) -> Tensor:
+        """The input, for one more reader."""
+        return next(self._readers)
+
+    # -- branches that are not run ------------------------------------------------------------------------------
+
+    def _fold_pointwise(self) -> None:
+        unit_stride = all(s == 1 for s in self._geometry.stride)
+        points = [branch for branch in self._branches if is_pointwise(branch)]
+        chains = [
+            branch
+            for branch in self._branches
+            if isinstance(branch, PointwiseKernelBranch) and branch.inner_norm and is_plain(branch.conv)
+        ]
+        residuals = [branch for branch in self._branches if isinstance(branch, ResidualBranch)]
+        kernels = [cast(Tensor, branch.point.weight) for branch in chains]
+        if unit_stride:
+            kernels += [cast(Part, part_of(branch)).kernel for branch in points]
+        if kernels or residuals:
+            self._input_moments = _Moments(self._input())
+        if self._input_moments is not None and kernels:
+            found = self._input_moments.of(kernels)
+            for chain, (mean, var) in zip(chains, found, strict=False):
+                self._compose(chain, mean, var)
+            if unit_stride:
+                for branch, statistics in zip(points, found[len(chains) :], strict=True):
+                    self._fold(branch, part_of(branch), *statistics)
+        if points and not unit_stride:
+            moments = _Moments(strided(self._input(), self._geometry))
+            parts = [cast(Part, part_of(branch)) for branch in points]
+            found = moments.of([part.kernel for part in parts])
+            for branch, part, statistics in zip(points, parts, found, strict=True):
+                self._fold(branch, part, *statistics)
+        for branch in self._branches:
+            # pooling would need a kernel of full size to go into
+            if isinstance(branch, AverageBranch) and self._linear_origin and not self._first:
+                average = part_of(branch)
+                if average is not None:
+                    moments = _Moments(pooled(self._input(), self._geometry))
+                    self._fold(branch, average, *moments.of([average.kernel])[0])
+        if self._input_moments is not None and (self._linear_origin or points):
+            for residual in residuals:
+                self._fold(residual, None, *self._input_moments.of_input())
+
+    def _compose(self, branch: PointwiseKernelBranch, mean: Tensor, var: Tensor) -> None:
+        inner = cast(BranchNorm, branch.inner_norm)
+        scale, _ = scales_and_shift([inner], None, [var])
+        track_all_([inner], mean[None], var[None], self._x.numel() // self._x.shape[1])
+        scaled = scale.reshape(-1, 1, 1, 1) * wide(cast(Tensor, branch.point.weight))
+        self._inner[branch] = composed(scaled, branch, cast(Tensor, branch.conv.weight), self._dtype)
+
+    def _fold_patches(self) -> None:
+        """Fold what is left by the moments of all patches that the kernel sees."""
+        g = self._geometry
+        parts: dict[Branch, Part] = {}
+        for branch in self._branches:
+            part = Part(self._inner[branch]) if branch in self._inner else part_of(branch)
+            if part is not None and branch not in self._folded:
+                parts[branch] = part
+        if not parts:
+            return
+        pads = tuple(before for before, _ in g.pads)
+        seen = patches(self._x, g.kernel_size, g.stride, pads, g.dilation)
+        full = [
+            part.kernel.expand(*part.kernel.shape[:2], *g.kernel_size) / g.taps
+            if part.spread
+            else algebra.pad_kernel(part.kernel, g.kernel_size, part.tap)
+            for part in parts.values()
+        ]
+        for (branch, part), statistics in zip(parts.items(), _Moments(seen).of(full), strict=True):
+            self._fold(branch, part, *statistics)
+
+    def _fold(self, branch: Branch, part: Part | None, mean: Tensor, var: Tensor) -> None:
+        self._folded[branch] = _Folded(part, cast(BranchNorm, branch.norm), mean, var)
+
+    def _base(self) -> Tensor | None:
+        """The output of everything that needs no statistics any more, in one convolution."""
+        block, g = self._block, self._geometry
+        folds = sorted(self._folded.values(), key=lambda fold: fold.part is None)  # the identity comes last
+        if not folds:
+            return convolve(g, self._input(), self._weights[block], block.bias) if self._linear_origin else None
+        norms = [fold.norm for fold in folds]
+        scales, shift = scales_and_shift(norms, [f.mean for f in folds], [f.var for f in folds])
+        parts = [fold.part for fold in folds if fold.part is not None]
+        tap = cast("tuple[int, int]", g.identity_tap or (0, 0))
+        small = not self._linear_origin  # then all that is folded is pointwise
+        kernel = assemble(
+            None if small else block.weight,
+            [Part(part.kernel) for part in parts] if small else parts,
+            scales[: len(parts)],
+            size=cast("tuple[int, int]", g.point if small else g.kernel_size),
+            identity=scales[-1] if len(parts) < len(folds) else None,
+            identity_tap=(0, 0) if small else tap,
+            dtype=self._dtype,
+        )
+        if small:
+            shift = None if shift is None else shift.to(self._dtype)
+            out = F.conv2d(self._input(), kernel, shift, cast("tuple[int, int]", g.stride))
+        else:
+            out = convolve(g, self._input(), kernel, add(block.bias, shift))
+        count = out.numel() // out.shape[1]
+        track_all_(norms, torch.stack([f.mean for f in folds]), torch.stack([f.var for f in folds]), count)
+        return out
+
+    # -- branches that are run ----------------------------------------------------------------------------------
+
+    def _cast_weights(self, branches: list[Branch]) -> None:
+        """Cast the weights of all convolutions that are run, in one go."""
+        convs: list[Any] = [self._block] if self._block.origin_norm is not None or not self._folded else []
         for branch in branches:
-            if branch not in folded:
-                self._run(self._output(branch), branch.norm)
-        return self._added()
+            if branch not in self._inner:
+                convs += [conv for conv in branch.children() if isinstance(conv, PLAIN_CONVS) and is_plain(conv)]
+        self._weights = dict(zip(convs, cast_all([conv.weight for conv in convs], self._dtype), strict=True))
 
-    def _run(self, output: Tensor, norm: object) -> None:
-        self._terms.append(output)
-        self._norms.append(cast(BranchNorm, norm))
-
-    def _fold_pointwise(self, branches: list[Branch]) -> set[Branch]:
-        """Make what is pointwise a part of the kernel that runs anyway; says which branches that was done to."""
-        folded: set[Branch] = set()
-        for branch in branches:
-            norm = cast(BranchNorm, branch.norm)
-            if is_pointwise(branch):
-                kernel = cast(SmallKernelBranch, branch).conv.weight
-                moments = self._moments_of(strided_input=True)
-                self._fold(Part(kernel, tap=cast("tuple[int, int]", self._geometry.center)), norm, *moments.of(kernel), moments.count)
-                folded.add(branch)
-            elif self._linear_origin and isinstance(branch, AverageBranch) and branch.point and pools_itself(branch):
-                moments = _Moments(pooled(self._x, self._geometry))
-                kernel = branch.point.weight
-                self._fold(Part(kernel, spread=True), norm, *moments.of(kernel), moments.count)
-                folded.add(branch)
-        for branch in branches:
-            if isinstance(branch, ResidualBranch) and (self._linear_origin or folded):
-                norm = cast(BranchNorm, branch.norm)
-                moments = self._moments_of(strided_input=True)
-                mean, var = moments.of_input()
-                self._identity = scale_of(norm, var)
-                self._shift = add(self._shift, shift_of(norm, mean, self._identity))
-                norm.track_(mean, var, moments.count)
-                folded.add(branch)
-        return folded
-
-    def _fold(self, part: Part, norm: BranchNorm, mean: Tensor, var: Tensor, count: int) -> None:
-        scale = scale_of(norm, var)
-        self._parts.append(part)
-        self._scales.append(scale)
-        self._shift = add(self._shift, shift_of(norm, mean, scale))
-        norm.track_(mean, var, count)
-
-    def _moments_of(self, *, strided_input: bool) -> _Moments:
-        strided_input = strided_input and any(s > 1 for s in self._geometry.stride)
-        if strided_input not in self._moments:
-            self._moments[strided_input] = _Moments(strided(self._x, self._geometry) if strided_input else self._x)
-        return self._moments[strided_input]
+    def _conv(self, conv: Any, x: Tensor) -> Tensor:
+        """Run a convolution of a branch."""
+        return conv._conv_forward(x, self._weights[conv], None) if conv in self._weights else conv(x)
 
     def _output(self, branch: Branch) -> Tensor:
         """A branch before its norm."""
+        x = self._input()
+        if branch in self._inner:
+            return convolve(branch.geometry, x, self._inner[branch])
         if isinstance(branch, PointwiseKernelBranch) and branch.inner_norm is not None:
-            return self._pointwise_kernel(branch, branch.inner_norm)
+            return self._conv(branch.conv, _normalised(None, [self._conv(branch.point, x)], [branch.inner_norm]))
         if isinstance(branch, AverageBranch) and pools_itself(branch):
-            averaged = pooled(self._x, branch.geometry)
-            return averaged if branch.point is None else branch.point(averaged)
-        return branch.linear(self._x)
+            averaged = pooled(x, branch.geometry)
+            return averaged if branch.point is None else self._conv(branch.point, averaged)
+        if isinstance(branch, SmallKernelBranch):
+            return self._conv(branch.conv, branch.padded(x))
+        return branch.linear(x)
 
-    def _pointwise_kernel(self, branch: PointwiseKernelBranch, inner: BranchNorm) -> Tensor:
-        if self._use_moments and is_plain(branch.conv):
-            with torch.autocast(self._x.device.type, enabled=False):
-                point = branch.point.weight
-                moments = self._moments_of(strided_input=False)
-                mean, var = moments.of(point)
-                inner.track_(mean, var, moments.count)
-                scaled = scale_of(inner, var)[:, None, None, None] * wide(point)
-                kernel = composed(scaled, branch, branch.conv.weight, self._dtype)
-            return convolve(branch.geometry, self._x, kernel)
-        mixed = branch.point(self._x)
-        return branch.conv(self._normalised(None, [mixed], [inner]))
 
-    def _added(self) -> Tensor:
-        block, g = self._block, self._geometry
-        base = None
-        if self._linear_origin or self._parts:
-            kernel: Tensor = block.weight
-            size = g.kernel_size if self._linear_origin else g.point
-            if self._parts or self._identity is not None:
-                kernel = assemble(
-                    block.weight if self._linear_origin else None,
-                    self._parts if self._linear_origin else [Part(part.kernel) for part in self._parts],
-                    torch.stack(self._scales) if self._scales else wide(block.weight).new_empty(0, g.out_channels),
-                    size=cast("tuple[int, int]", size),
-                    identity=self._identity,
-                    identity_tap=cast("tuple[int, int]", g.identity_tap or (0, 0)) if self._linear_origin else (0, 0),
-                    dtype=self._dtype,
-                )
-            bias = add(block.bias if self._linear_origin else None, self._shift)
-            if self._linear_origin:
-                base = convolve(g, self._x, kernel.to(self._dtype), bias)
-            else:
-                bias = None if bias is None else bias.to(self._dtype)
-                base = torch.nn.functional.conv2d(self._x, kernel, bias, cast("tuple[int, int]", g.stride))
-        if not self._terms:
-            assert base is not None
-            return base
-        return self._normalised(base, self._terms, self._norms)
-
-    def _normalised(self, base: Tensor | None, terms: list[Tensor], norms: list[BranchNorm]) -> Tensor:
-        gammas, betas = zip(*(norm.affine() for norm in norms), strict=True)
-        shifts = [wide(beta) for beta in betas if beta is not None]
-        gamma = torch.stack([wide(gamma) for gamma in gammas])
-        beta = torch.stack(shifts).sum(0) if shifts else None
-        out, mean, var = normalised_sum(base, terms, gamma, beta, norms[0].eps)
-        count = terms[0].numel() // terms[0].shape[1]
-        for norm, m, v in zip(norms, mean.unbind(), var.unbind(), strict=True):
-            norm.track_(m, v, count)
-        return out
+def _normalised(base: Tensor | None, terms: list[Tensor], norms: list[BranchNorm]) -> Tensor:
+    gammas, betas = zip(*(norm.affine() for norm in norms), strict=True)
+    shifts = [wide(beta) for beta in betas if beta is not None]
+    gamma = torch.stack([wide(gamma) for gamma in gammas])
+    beta = torch.stack(shifts).sum(0) if shifts else None
+    out, mean, var = normalised_sum(base, terms, gamma, beta, norms[0].eps)
+    track_all_(norms, mean, var, terms[0].numel() // terms[0].shape[1])
+    return out

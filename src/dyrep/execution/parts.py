@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dyrep import algebra
 from dyrep.branches.kinds import AverageBranch, Branch, PointwiseKernelBranch, SmallKernelBranch
 from dyrep.branches.options import pools_by_convolution
 from dyrep.geometry import ConvGeometry
-from dyrep.kernels import average_pool
+from dyrep.kernels import Part, average_pool
 from dyrep.norm import BranchNorm
 from dyrep.scaling import Scaling
 
@@ -20,11 +21,19 @@ from dyrep.scaling import Scaling
 class Block(Protocol):
     """What execution needs to know of a block."""
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     geometry: ConvGeometry
     origin_norm: Scaling | None
     origin_off: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """The original kernel."""
+        ...
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The original bias."""
+        ...
 
     def branch_modules(self) -> dict[str, Branch]:
         """The branches by name."""
@@ -66,7 +75,8 @@ def strided(x: Tensor, geometry: ConvGeometry) -> Tensor:
     """The positions of the input that a pointwise branch reads."""
     if all(s == 1 for s in geometry.stride):
         return x
-    return x[(slice(None), slice(None), *(slice(None, None, s) for s in geometry.stride))]
+    chosen = (slice(None), slice(None), *(slice(None, None, s) for s in geometry.stride))
+    return x[chosen]
 
 
 def pools_itself(branch: Branch) -> bool:
@@ -92,15 +102,29 @@ def composed(point: Tensor, branch: PointwiseKernelBranch, second: Tensor, dtype
     return mixed.permute(0, 3, 1, 2)
 
 
-def scale_of(norm: BranchNorm, var: Tensor) -> Tensor:
-    """γ / σ."""
-    return wide(norm.affine()[0]) * torch.rsqrt(var + norm.eps)
+def scales_and_shift(
+    norms: Sequence[BranchNorm], means: Sequence[Tensor] | None, variances: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """γ / σ of several norms, a row for each, and what β - γ μ / σ adds up to where they have a shift."""
+    gammas, betas = zip(*(norm.affine() for norm in norms), strict=True)
+    spread = torch.rsqrt(torch.stack(list(variances)) + norms[0].eps)
+    scales = torch.stack([wide(gamma) for gamma in gammas]) * spread
+    if betas[0] is None or means is None:
+        return scales, None
+    shifts = torch.stack([wide(beta) for beta in betas]) - scales * torch.stack(list(means))
+    return scales, shifts.sum(0)
 
 
-def shift_of(norm: BranchNorm, mean: Tensor, scale: Tensor) -> Tensor | None:
-    """β - γ μ / σ, where the norm has a shift."""
-    beta = norm.affine()[1]
-    return None if beta is None else wide(beta) - scale * mean
+def part_of(branch: Branch, *, invariant: bool = False) -> Part | None:
+    """The kernel of a branch that consists of one convolution, and where it goes; None for any other branch."""
+    g = branch.geometry
+    if isinstance(branch, SmallKernelBranch) and is_plain(branch.conv):
+        weight = cast(Tensor, branch.conv.weight)
+        tap = (0 if n == k else c for n, k, c in zip(weight.shape[2:], g.kernel_size, g.center, strict=True))
+        return Part(weight, tap=cast("tuple[int, int]", tuple(tap)), invariant=invariant)
+    if isinstance(branch, AverageBranch) and branch.point is not None and pools_itself(branch):
+        return Part(cast(Tensor, branch.point.weight), spread=True, invariant=invariant)
+    return None
 
 
 def add(total: Tensor | None, more: Tensor | None) -> Tensor | None:

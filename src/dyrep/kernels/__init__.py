@@ -6,8 +6,22 @@ both. Triton is imported when a kernel is first launched; ``import dyrep`` does 
 
 from dyrep.kernels.assembling import Part, assemble
 from dyrep.kernels.availability import unavailable
+from dyrep.kernels.casting import cast_all
+from dyrep.kernels.fanning import fan_out
 from dyrep.kernels.moments import second_moments
+from dyrep.kernels.patching import patches
 from dyrep.kernels.pooling import average_pool
 from dyrep.kernels.summing import normalised_sum, statistics
 
-__all__ = ["Part", "assemble", "average_pool", "normalised_sum", "second_moments", "statistics", "unavailable"]
+__all__ = [
+    "Part",
+    "assemble",
+    "average_pool",
+    "cast_all",
+    "fan_out",
+    "normalised_sum",
+    "patches",
+    "second_moments",
+    "statistics",
+    "unavailable",
+]

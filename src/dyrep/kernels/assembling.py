@@ -117,20 +117,17 @@ def _assemble_backward(
     grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], tap: list[int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """Gradients of the kernels, of their scales and of the identity's scale."""
-    if runs_triton(grad, *kernels, scales):
+    if _by_triton(grad, *kernels, scales):
         from dyrep.kernels import assembling_triton
 
         return assembling_triton.backward(grad, kernels, scales, places, tap)
     wide = grad.to(scales.dtype)
-    size = list(grad.shape[2:])
     grads, along = [], []
     for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
         top, left, spread, invariant = place
         w = kernel.to(scales.dtype)
-        if spread:
-            part = wide.mean((2, 3), keepdim=True)
-        else:
-            part = wide[:, :, top : top + w.shape[2], left : left + w.shape[3]]
+        here = wide[:, :, top : top + w.shape[2], left : left + w.shape[3]]
+        part = wide.mean((2, 3), keepdim=True) if spread else here
         s = (part * w).sum((1, 2, 3))
         change = scale[:, None, None, None] * part
         if invariant:
@@ -169,6 +166,14 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _assemble.register_autograd(_backward, setup_context=_remember)
+
+
+def _by_triton(grad: Tensor, *others: Tensor) -> bool:
+    if not runs_triton(grad, *others):
+        return False
+    from dyrep.kernels import assembling_triton
+
+    return assembling_triton.fits(grad)
 
 
 def _empty(like: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-from typing import Any, NamedTuple
+import os
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,19 @@ OLDEST_TRITON = (3, 3)
 """The first version whose kernels take tuples of pointers."""
 
 
-@functools.cache
+_reason: str | None = None  # not functools.cache, which torch.compile warns of
+
+
+@torch.compiler.assume_constant_result  # importing Triton is not a thing to trace
 def unavailable() -> str:
     """Why Triton kernels cannot run on this machine's GPUs; empty if they can."""
+    global _reason
+    if _reason is None:
+        _reason = _find_reason()
+    return _reason
+
+
+def _find_reason() -> str:
     try:
         triton = importlib.import_module("triton")
     except ImportError:
@@ -37,8 +47,7 @@ def runs_triton(*tensors: Tensor) -> bool:
 
 
 def _interpreting() -> bool:
-    knobs: Any = importlib.import_module("triton").knobs if not unavailable() else None
-    return knobs is not None and bool(getattr(knobs.runtime, "interpret", False))
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Layout(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ def second_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     tiles = triton.cdiv(layout.channels, columns)
     blocks = layout.images * triton.cdiv(layout.positions, rows)
     splits = max(min(_PROGRAMS // (tiles * tiles), blocks), 1)
-    like = {"device": x.device, "dtype": torch.float32}
+    like: dict[str, Any] = {"device": x.device, "dtype": torch.float32}
     second = torch.empty(splits, layout.channels, layout.channels, **like)
     total = torch.empty(splits, layout.channels, **like)
     _second_moments_kernel[(tiles * tiles, splits)](x, second, total, *layout, blocks, tiles, rows, columns)
@@ -41,7 +43,9 @@ def _second_moments_kernel(
     added = tl.zeros((ROWS, COLUMNS), tl.float32)
     for block in range(split, blocks, tl.num_programs(1)):
         position = (block % per_image) * ROWS + tl.arange(0, ROWS)
-        start = x + tl.cast(block // per_image, tl.int64) * image_stride + position.to(tl.int64)[:, None] * position_stride
+        start = (
+            x + tl.cast(block // per_image, tl.int64) * image_stride + position.to(tl.int64)[:, None] * position_stride
+        )
         inside = (position < positions)[:, None]
         a = tl.load(start + left[None, :] * channel_stride, mask=inside & (left < channels)[None, :], other=0.0)
         b = tl.load(start + right[None, :] * channel_stride, mask=inside & (right < channels)[None, :], other=0.0)

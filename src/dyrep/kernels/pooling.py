@@ -39,7 +39,7 @@ def _average_pool(x: Tensor, kernel: list[int], stride: list[int], padding: list
 @_average_pool.register_fake
 def _(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
     size = [pooled_size(*sizes) for sizes in zip(x.shape[2:], kernel, stride, padding, strict=True)]
-    return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))  # type: ignore[call-overload,no-any-return]
+    return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
 
 
 @torch.library.custom_op("dyrep::average_pool_backward", mutates_args=())

@@ -28,9 +28,7 @@ def _gather(
     x: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], transposed: bool
 ) -> Tensor:
     batch, channels = x.shape[:2]
-    out = torch.empty(
-        (batch, channels, *size), dtype=x.dtype, device=x.device, memory_format=memory_format_of(x)
-    )
+    out = torch.empty((batch, channels, *size), dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
     inner = x.stride(1) == 1
     columns = min(next_power_of_two(channels), 64 if inner else 4)
     rows = max(min(_TILE // columns, next_power_of_two(size[0] * size[1])), 1)

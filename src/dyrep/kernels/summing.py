@@ -106,7 +106,9 @@ def _normalised_sum(
     mean, var = _statistics(terms)
     wide = [term.to(gamma.dtype) for term in terms]
     scale = gamma * torch.rsqrt(var + eps)
-    total = sum(_over_channels(s, term) * term for s, term in zip(scale, wide, strict=True))
+    total = torch.zeros_like(wide[0])
+    for s, term in zip(scale, wide, strict=True):
+        total = total + _over_channels(s, term) * term
     if beta is not None:
         total = total + _over_channels(beta - (scale * mean).sum(0), wide[0])
     if base is not None:
@@ -126,7 +128,7 @@ def _(
 def _normalised_sum_backward(
     grad: Tensor, terms: list[Tensor], gamma: Tensor, mean: Tensor, var: Tensor, eps: float, shift: bool
 ) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of the terms, of γ and (with a shift; otherwise zeros) of β."""
+    """Gradients of the terms, of γ and (with a shift; otherwise it means nothing) of β."""
     if runs_triton(grad, *terms, gamma):
         from dyrep.kernels import summing_triton
 
@@ -144,7 +146,7 @@ def _normalised_sum_backward(
         change = _over_channels(g * r, wide) * flow - _over_channels(g * s * r**3 / count, wide) * centred
         grads.append(torch.empty_like(term).copy_(change))
         along.append(s * r)
-    return grads, torch.stack(along), total if shift else torch.zeros_like(total)
+    return grads, torch.stack(along), total
 
 
 @_normalised_sum_backward.register_fake

@@ -6,6 +6,8 @@ are the same from run to run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from dyrep.kernels.availability import Layout, layout_of, next_power_of_two
 
-_PROGRAMS = 1024  # enough to fill a large GPU several times over
+_PROGRAMS = 512  # enough to fill a large GPU several times over
 _TILE = 2048  # elements that one program holds of a tensor at a time
 
 
@@ -22,7 +24,7 @@ def statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
     layout = layout_of(terms[0])
     rows, columns = _tile(layout)
     split = _split(layout, rows, columns)
-    like = {"device": terms[0].device, "dtype": torch.float32}
+    like: dict[str, Any] = {"device": terms[0].device, "dtype": torch.float32}
     partial = torch.empty(len(terms), 2, split.chunks, layout.channels, **like)
     mean = torch.empty(len(terms), layout.channels, **like)
     var = torch.empty_like(mean)
@@ -59,7 +61,7 @@ def backward(
     layout = layout_of(grad)
     rows, columns = _tile(layout)
     split = _split(layout, rows, columns)
-    like = {"device": grad.device, "dtype": torch.float32}
+    like: dict[str, Any] = {"device": grad.device, "dtype": torch.float32}
     partial = torch.empty(len(terms) + 1, split.chunks, layout.channels, **like)
     sums = torch.empty(len(terms) + 1, layout.channels, **like)
     along_gamma = torch.empty_like(mean)
@@ -77,7 +79,14 @@ def backward(
         grad, tuple(terms), tuple(grads), gamma, mean, var, sums, eps, 1.0 / (layout.images * layout.positions),
         *layout, shift, len(terms), rows, columns,
     )  # fmt: skip
-    return grads, along_gamma, sums[-1] if shift else torch.zeros_like(sums[-1])
+    return grads, along_gamma, sums[-1]
+
+
+def plain_sum(tensors: list[Tensor]) -> Tensor:
+    """The sum of tensors that lie in memory alike, in the dtype of the first."""
+    out = torch.empty_like(tensors[0])
+    _plain_sum_kernel[(triton.cdiv(out.numel(), _TILE),)](tuple(tensors), out, out.numel(), len(tensors), _TILE)
+    return out
 
 
 class _Split:
@@ -275,3 +284,12 @@ def _apply_kernel(
         y = tl.load(terms[j] + where, mask=mask, other=0.0).to(tl.float32)
         change = scale[None, :] * g - pull[None, :] * (y - centre[None, :])
         tl.store(grads[j] + where, change.to(grads[j].dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _plain_sum_kernel(tensors, out, size, COUNT: tl.constexpr, TILE: tl.constexpr):
+    at = tl.cast(tl.program_id(0), tl.int64) * TILE + tl.arange(0, TILE)
+    total = tl.zeros((TILE,), tl.float32)
+    for k in tl.static_range(COUNT):
+        total += tl.load(tensors[k] + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
