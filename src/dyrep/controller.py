@@ -33,6 +33,7 @@ from dyrep.scoring import Loss
 from dyrep.surgery import ranks
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.edits import Edit, cut_, expand_
+from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
@@ -62,6 +63,8 @@ class DyRep:
         wrap: called with the bare model after every change of structure; returns the model to train, which is then
             `model`. Without it a DistributedDataParallel wrapper is initialised again in place.
         log: file for the event log (JSON lines), or an `EventLog`.
+        execution: how blocks are run, those that grow later too: a name, or a dict of arguments of
+            `dyrep.set_execution_` (default: as they are; new ones are ``"auto"``).
         distributed: whether ranks decide together (default: if torch.distributed is initialised).
 
     Attributes:
@@ -95,6 +98,7 @@ class DyRep:
         ema: nn.Module | Iterable[nn.Module] = (),
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         log: str | os.PathLike[str] | EventLog | None = None,
+        execution: str | Mapping[str, Any] | None = None,
         distributed: bool | None = None,
     ) -> None:
         self.config = DyRepConfig() if config is None else config
@@ -107,6 +111,8 @@ class DyRep:
         self._averages = [ema] if isinstance(ema, nn.Module) else list(ema)
         self._wrap = wrap
         self._distributed = distributed
+        self._execution = {"execution": execution} if isinstance(execution, str) else execution
+        self._run_blocks(bare(model))
         self._plain_macs: int | None = None
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
@@ -356,6 +362,7 @@ class DyRep:
 
     def _spread(self, model: nn.Module) -> None:
         """Let everything that depends on the set of parameters follow a change of structure."""
+        self._run_blocks(model)
         for average in self._averages:
             follow_(average, model)
         if self._wrap is not None:
@@ -364,6 +371,10 @@ class DyRep:
         ddp = find_ddp(self.model)
         if ddp is not None:
             rewrap_ddp_(ddp)
+
+    def _run_blocks(self, model: nn.Module) -> None:
+        if self._execution is not None:
+            set_execution_(model, **self._execution)
 
     def _costs(self, model: nn.Module, data: list[Any] | None) -> Costs | None:
         if not data:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dyrep.errors import DyRepError
+from dyrep.execution import eagerly
 
 
 class DivergedError(DyRepError, ArithmeticError):
@@ -57,7 +58,8 @@ def find_origin(model: nn.Module, images: Tensor) -> str:
     # a module's hook runs after those of its children, so the first to report is the innermost
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
-        model(images)
+        with eagerly():  # fused blocks run no branch by itself
+            model(images)
     finally:
         for handle in handles:
             handle.remove()

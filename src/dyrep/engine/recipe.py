@@ -16,6 +16,8 @@ Crop = Literal["none", "pad", "resized"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Replace = Literal["conv", "conv+norm"]
+Run = Literal["auto", "eager", "fused", "folded"]
+SigmaGradient = Literal["none", "length", "weights", "full"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Recipe:
         copies: KxK kernels in a block of mobileone.
         max_kernel: larger kernels than this get no block before training (they may in dyrep).
         structure: blocks for the method fixed, as `dyrep.structure` describes them.
+        execution: how blocks are run, see `dyrep.set_execution_`.
+        sigma_images: how many images of a batch folded blocks measure σ on.
+        sigma_gradient: what the gradient of folded blocks knows about σ.
+        sigma_every: in every n-th step folded blocks measure σ.
         dyrep: how the structure evolves. Its total and seed follow from the recipe's own; include and exclude hold for
             every method.
         repnas: how the structure is searched. Its total follows from the recipe's own.
@@ -101,6 +107,10 @@ class Recipe:
     copies: int = 4
     max_kernel: int | None = 5
     structure: Mapping[str, Any] | None = None
+    execution: Run = "auto"
+    sigma_images: int = 16
+    sigma_gradient: SigmaGradient = "length"
+    sigma_every: int = 1
     dyrep: DyRepConfig = field(default_factory=DyRepConfig)
     repnas: RepNASConfig = field(default_factory=RepNASConfig)
 
@@ -111,11 +121,13 @@ class Recipe:
             ("schedule", Schedule),
             ("crop", Crop),
             ("precision", Precision),
+            ("execution", Run),
+            ("sigma_gradient", SigmaGradient),
         ):
             valid = get_args(literal)
             _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
         _require("replace", self.replace, "conv or conv+norm", self.replace in (None, *get_args(Replace)))
-        for name in ("epochs", "batch_size", "eval_every", "copies"):
+        for name in ("epochs", "batch_size", "eval_every", "copies", "sigma_images", "sigma_every"):
             _require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
         for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
             _require(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)

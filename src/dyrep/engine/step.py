@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dyrep.engine.averages import WeightAverage
 from dyrep.engine.data.loader import Loader, Raw
 from dyrep.engine.precision import computing_in
+from dyrep.execution import Clock
 from dyrep.scoring import StepScorer
 
 WARMUP_STEPS = 3
@@ -72,6 +73,7 @@ class TrainStep:
         self._precision, self._label_smoothing = precision, label_smoothing
         self._average, self._scaler, self._message = average, scaler, message
         self.scorer: StepScorer | None = None
+        self.clock = Clock()
         device = next(model.parameters()).device
         self._device = device
         self._totals = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, examples, steps
@@ -80,7 +82,7 @@ class TrainStep:
             optimizer.found_inf = self._diverged  # type: ignore[attr-defined]  # fused: no step after divergence
         self._graph_wanted = graph
         self._warmup = WARMUP_STEPS
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
         self._inputs: Raw = ()
 
     def __call__(self, raw: Raw) -> None:
@@ -149,21 +151,22 @@ class TrainStep:
         torch.cuda.current_stream().wait_stream(side)
 
     def _replay(self, raw: Raw) -> None:
-        scored = self.scorer is not None and self.scorer.due
+        kind = (self.scorer is not None and self.scorer.due, self.clock.due)
         if not self._inputs:
             self._inputs = tuple(part.to(self._device, copy=True) for part in raw)
         for static, part in zip(self._inputs, raw, strict=True):
             static.copy_(part, non_blocking=True)
-        if scored not in self._graphs and not self._capture(scored):
+        if kind not in self._graphs and not self._capture(kind):
             self._run(raw)
             return
         if self.scorer is not None:
             self.scorer.step += 1  # replaying runs no Python, which would have counted
-        self._graphs[scored].replay()
+        self.clock.step += 1
+        self._graphs[kind].replay()
 
-    def _capture(self, scored: bool) -> bool:
-        """Capture a step, which does not carry it out; whether that worked."""
-        step = 0 if self.scorer is None else self.scorer.step
+    def _capture(self, kind: tuple[bool, bool]) -> bool:
+        """Capture a step, scored or not, σ measured in it or not, without carrying it out; whether that worked."""
+        step, measured = 0 if self.scorer is None else self.scorer.step, self.clock.step
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self._graphs.values()), None)
@@ -179,9 +182,10 @@ class TrainStep:
             self._message(f"the training step cannot be captured in a CUDA graph and runs eagerly: {reason}")
             return False
         finally:
+            self.clock.step = measured
             if self.scorer is not None:
                 self.scorer.step = step
-        self._graphs[scored] = graph
+        self._graphs[kind] = graph
         return True
 
 

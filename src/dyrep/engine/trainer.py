@@ -38,6 +38,7 @@ from dyrep.methods import method
 from dyrep.norm import sync_norms_
 from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
+from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.structure import structure
 
@@ -124,6 +125,7 @@ class Trainer:
             message=reporter.message,
         )
         self._train_on.scorer = None if self.controller is None else self.controller.scorer
+        self._set_execution()
         self._curves: Curves | None = None
         self._earlier_seconds = 0.0
         self._began = self._last_saved = self._last_looked = time.perf_counter()
@@ -161,6 +163,7 @@ class Trainer:
         loader = self.data.train
         self.model.train()
         self._began_epoch, self._examples_at_start = time.perf_counter(), self._train_on.read().examples
+        self._train_on.clock.step = self.step  # the same whether the run was interrupted or not
         for raw in loader.batches(self.epoch, self.step):
             progress = self.epoch + self.step / loader.steps
             set_learning_rate_(self.optimizer, learning_rate(self.recipe, progress))
@@ -246,8 +249,20 @@ class Trainer:
         with computing_in(self._precision, self.world.device):
             edits = call(self.data.train.calibration(self.epoch))
         if self.controller.updates > before:  # scores start over in new tensors, so graphs are stale in any case
+            self._set_execution()
             self._train_on.recapture()
         return edits
+
+    def _set_execution(self) -> None:
+        """Run all blocks there are now as the recipe says."""
+        recipe = self.recipe
+        self._train_on.clock = set_execution_(
+            self.model,
+            recipe.execution,
+            images=recipe.sigma_images,
+            gradient=recipe.sigma_gradient,
+            every=recipe.sigma_every,
+        )
 
     def _announce(self, edits: list[Edit]) -> None:
         """Tell of edits, and of what the structure costs after them."""
@@ -373,6 +388,7 @@ class Trainer:
         else:
             self.controller.load_state_dict(controlled)
         suit_device_(self.optimizer, self.world.device)
+        self._set_execution()
         try:
             self.model.load_state_dict(state["model"])
         except RuntimeError as error:

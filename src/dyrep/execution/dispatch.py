@@ -17,10 +17,17 @@ from dyrep.norm import BranchNorm
 from dyrep.scaling import Scaling
 
 
-def choose(settings: Execution, norms: Iterable[Scaling], x: Tensor, ndim: int) -> str:
+def choose(settings: Execution, norms: Iterable[Scaling], x: Tensor, *, ndim: int, replaces_norm: bool) -> str:
     """How to run a block over a batched input: ``"eager"``, ``"fused"``, ``"folded"`` or ``"frozen"``.
 
     A frozen block, as all are in eval mode, is one convolution whose kernel depends on no batch.
+
+    Args:
+        settings: what was asked for.
+        norms: what stands at the end of the block's branches.
+        x: the input as the branches read it.
+        ndim: spatial dimensions.
+        replaces_norm: whether the block has taken the place of the batch norm after it.
     """
     if settings.name == "eager" or only_eager():
         return "eager"
@@ -30,10 +37,14 @@ def choose(settings: Execution, norms: Iterable[Scaling], x: Tensor, ndim: int) 
     if not any(norm.training for norm in norms):
         return "frozen"
     wanted = "fused" if settings.name == "auto" else settings.name
-    reason = _why_not(norms, x, ndim, wanted)
+    if wanted == "folded" and replaces_norm and settings.gradient != "full":
+        # nothing would take scale and mean out of the gradient of what the block passes on: training diverges
+        _tell(wanted, "it has taken the place of the batch norm after it; that needs gradient='full'", "exactly")
+        wanted = "fused" if x.is_cuda else "eager"
+    reason = "" if wanted == "eager" else _why_not(norms, x, ndim, wanted)
     if reason:
         if settings.name != "auto":
-            _tell(wanted, reason)
+            _tell(wanted, reason, "eagerly")
         return "eager"
     return wanted
 
@@ -65,5 +76,5 @@ def forward(block: Block, x: Tensor, how: str, settings: Execution) -> Tensor:
 
 
 @functools.cache
-def _tell(wanted: str, reason: str) -> None:
-    warnings.warn(f"a block set to execution={wanted!r} runs eagerly: {reason}", stacklevel=2)
+def _tell(wanted: str, reason: str, instead: str) -> None:
+    warnings.warn(f"a block set to execution={wanted!r} runs {instead}: {reason}", stacklevel=2)

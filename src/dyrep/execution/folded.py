@@ -39,12 +39,12 @@ def forward(block: Block, x: Tensor, settings: Execution) -> Tensor:
     """The whole block over an input as its branches read it, in one convolution."""
     dtype = conv_dtype(block.weight)
     x = x.to(dtype)
-    measure = settings.clock.due
+    folding = _Folding(settings, dtype)
     if settings.leads:
         settings.clock.step += 1
     seen = x[: settings.images] if settings.gradient == "full" else x[: settings.images].detach()
     with torch.autocast(x.device.type, enabled=False):
-        kernel, bias = _Folding(settings, dtype, measure).fold(block, seen)
+        kernel, bias = folding.fold(block, seen)
         return convolve(block.geometry, x, kernel, bias)
 
 
@@ -59,8 +59,8 @@ class _Fold(NamedTuple):
 class _Folding:
     """Computes the kernel of a block, and of blocks inside it."""
 
-    def __init__(self, settings: Execution, dtype: torch.dtype, measure: bool) -> None:
-        self._dtype, self._measure, self._every = dtype, measure, settings.clock.every
+    def __init__(self, settings: Execution, dtype: torch.dtype) -> None:
+        self._dtype, self._measure, self._span = dtype, settings.clock.due, settings.clock.span
         self._invariant = settings.gradient == "length"
         self._differentiates = settings.gradient in ("weights", "full")
         self._weights: dict[object, Tensor] = {}
@@ -153,7 +153,7 @@ class _Folding:
         outputs = [fold.output for fold in folds if fold.output is not None]
         if outputs:
             mean, var = statistics(outputs)
-            track_all_(norms, mean, var, outputs[0].numel() // outputs[0].shape[1], self._every)
+            track_all_(norms, mean, var, outputs[0].numel() // outputs[0].shape[1], self._span)
             return scales_and_shift(norms, mean.unbind(), var.unbind())
         running = [norm.running_mean for norm in norms if norm.running_mean is not None]
         means = [wide(mean) for mean in running] if running else None

@@ -145,7 +145,7 @@ class _Sum:
             self._input_moments = _Moments(self._input())
         if self._input_moments is not None and kernels:
             found = self._input_moments.of(kernels)
-            for chain, (mean, var) in zip(chains, found, strict=False):
+            for chain, (mean, var) in zip(chains, found[: len(chains)], strict=True):
                 self._compose(chain, mean, var)
             if unit_stride:
                 for branch, statistics in zip(points, found[len(chains) :], strict=True):

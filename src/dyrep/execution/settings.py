@@ -16,12 +16,22 @@ SIGMA_GRADIENTS = ("none", "length", "weights", "full")
 it depends on the weights; how it depends on weights and input."""
 
 
+SETTLING_STEPS = 20
+"""Steps at the beginning in all of which σ is measured, until running statistics can stand in for it."""
+
+
 class Clock:
     """Counts the training steps of a model's folded blocks, so that they measure σ in the same ones.
 
     Attributes:
-        every: measure in every n-th step.
+        every: measure in every n-th step, once the first few are over.
         step: steps begun.
+
+    Example:
+        >>> clock = Clock(every=4)
+        >>> clock.step = 101
+        >>> clock.due, clock.span
+        (False, 4)
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -31,7 +41,12 @@ class Clock:
     @property
     def due(self) -> bool:
         """Whether σ is measured in the step to come."""
-        return self.step % self.every == 0
+        return self.every == 1 or self.step < SETTLING_STEPS or self.step % self.every == 0
+
+    @property
+    def span(self) -> int:
+        """How many steps a measurement stands for."""
+        return 1 if self.step < SETTLING_STEPS else self.every
 
 
 @dataclass(frozen=True)

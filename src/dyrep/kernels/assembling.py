@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dyrep.kernels.availability import memory_format_of, runs_triton
+from dyrep.kernels.availability import memory_format_of, operator, runs_triton
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,11 @@ def assemble(
     return _assemble(base, kernels, scales, places, identity, list(identity_tap), list(size), dtype)
 
 
-@torch.library.custom_op("dyrep::assemble", mutates_args=())
+@operator(
+    "assemble",
+    "(Tensor? base, Tensor[] kernels, Tensor scales, int[] places, Tensor? identity, int[] identity_tap, "
+    "int[] size, ScalarType dtype) -> Tensor",
+)
 def _assemble(
     base: Tensor | None,
     kernels: list[Tensor],
@@ -112,7 +116,10 @@ def _(
     return _empty(kernels[0] if base is None else base, size, dtype)
 
 
-@torch.library.custom_op("dyrep::assemble_backward", mutates_args=())
+@operator(
+    "assemble_backward",
+    "(Tensor grad, Tensor[] kernels, Tensor scales, int[] places, int[] tap) -> (Tensor[], Tensor, Tensor)",
+)
 def _assemble_backward(
     grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], tap: list[int]
 ) -> tuple[list[Tensor], Tensor, Tensor]:

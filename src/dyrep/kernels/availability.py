@@ -1,10 +1,11 @@
-"""Whether Triton kernels can run, and how tensors look to them."""
+"""Whether Triton kernels can run, how operators are made of them, and how tensors look to them."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,14 @@ def runs_triton(*tensors: Tensor) -> bool:
 
 def _interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function an operator of torch's own kind: opaque to its compiler, safe in CUDA graphs.
+
+    The schema is written out: not every version of torch can read it off the annotations.
+    """
+    return torch.library.custom_op(f"dyrep::{name}", mutates_args=(), schema=schema)
 
 
 class Layout(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyrep.kernels.availability import runs_triton
+from dyrep.kernels.availability import operator, runs_triton
 
 
 def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -22,7 +22,10 @@ def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return _cast_all(list(tensors), dtype)
 
 
-@torch.library.custom_op("dyrep::cast_all", mutates_args=())
+@operator(
+    "cast_all",
+    "(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
+)
 def _cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     out = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
     dense = all(tensor.stride() == other.stride() for tensor, other in zip(tensors, out, strict=True))

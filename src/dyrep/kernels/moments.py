@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyrep.kernels.availability import layout_of, memory_format_of, runs_triton
+from dyrep.kernels.availability import layout_of, memory_format_of, operator, runs_triton
 
 
 def second_moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,7 +31,10 @@ def second_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return _second_moments(x.contiguous(memory_format=memory_format_of(x)))
 
 
-@torch.library.custom_op("dyrep::second_moments", mutates_args=())
+@operator(
+    "second_moments",
+    "(Tensor x) -> (Tensor, Tensor)",
+)
 def _second_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
         from dyrep.kernels import moments_triton

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dyrep.kernels.availability import runs_triton
+from dyrep.kernels.availability import operator, runs_triton
 
 
 @torch.no_grad()
@@ -24,7 +24,10 @@ def patches(
     return _patches(x, list(kernel), list(stride), list(padding), list(dilation))
 
 
-@torch.library.custom_op("dyrep::patches", mutates_args=())
+@operator(
+    "patches",
+    "(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation) -> Tensor",
+)
 def _patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     out = _empty(x, kernel, stride, padding, dilation)
     if runs_triton(x):

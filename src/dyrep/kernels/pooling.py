@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dyrep.kernels.availability import memory_format_of, runs_triton
+from dyrep.kernels.availability import memory_format_of, operator, runs_triton
 
 
 def average_pool(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
@@ -27,7 +27,10 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int) -> int:
     return (size + 2 * padding - kernel) // stride + 1
 
 
-@torch.library.custom_op("dyrep::average_pool", mutates_args=())
+@operator(
+    "average_pool",
+    "(Tensor x, int[] kernel, int[] stride, int[] padding) -> Tensor",
+)
 def _average_pool(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Tensor:
     if runs_triton(x):
         from dyrep.kernels import pooling_triton
@@ -42,7 +45,10 @@ def _(x: Tensor, kernel: list[int], stride: list[int], padding: list[int]) -> Te
     return torch.empty(*x.shape[:2], *size, dtype=x.dtype, device=x.device, memory_format=memory_format_of(x))
 
 
-@torch.library.custom_op("dyrep::average_pool_backward", mutates_args=())
+@operator(
+    "average_pool_backward",
+    "(Tensor grad, int[] size, int[] kernel, int[] stride, int[] padding) -> Tensor",
+)
 def _average_pool_backward(
     grad: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int]
 ) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyrep.kernels.availability import memory_format_of, runs_triton
+from dyrep.kernels.availability import memory_format_of, operator, runs_triton
 
 
 def normalised_sum(
@@ -58,7 +58,10 @@ def statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
     return _statistics([term.contiguous(memory_format=layout) for term in terms])
 
 
-@torch.library.custom_op("dyrep::statistics", mutates_args=())
+@operator(
+    "statistics",
+    "(Tensor[] terms) -> (Tensor, Tensor)",
+)
 def _statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
     if runs_triton(*terms):
         from dyrep.kernels import summing_triton
@@ -94,7 +97,10 @@ def _statistics_backward(ctx: Any, along_mean: Tensor, along_var: Tensor) -> lis
 _statistics.register_autograd(_statistics_backward, setup_context=_remember_statistics)
 
 
-@torch.library.custom_op("dyrep::normalised_sum", mutates_args=())
+@operator(
+    "normalised_sum",
+    "(Tensor? base, Tensor[] terms, Tensor gamma, Tensor? beta, float eps) -> (Tensor, Tensor, Tensor)",
+)
 def _normalised_sum(
     base: Tensor | None, terms: list[Tensor], gamma: Tensor, beta: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +130,11 @@ def _(
     return torch.empty_like(terms[0] if base is None else base), torch.empty_like(gamma), torch.empty_like(gamma)
 
 
-@torch.library.custom_op("dyrep::normalised_sum_backward", mutates_args=())
+@operator(
+    "normalised_sum_backward",
+    "(Tensor grad, Tensor[] terms, Tensor gamma, Tensor mean, Tensor var, float eps, "
+    "bool shift) -> (Tensor[], Tensor, Tensor)",
+)
 def _normalised_sum_backward(
     grad: Tensor, terms: list[Tensor], gamma: Tensor, mean: Tensor, var: Tensor, eps: float, shift: bool
 ) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -11,7 +11,7 @@ from dyrep.surgery.wrappers import bare, forget_compiled
 
 def set_execution_(
     model: nn.Module, execution: str = "auto", *, images: int = 16, gradient: str = "length", every: int = 1
-) -> None:
+) -> Clock:
     """Choose how all blocks of a model, nested ones included, are run from now on. Parameters stay what they are.
 
     - ``"eager"`` runs every branch with PyTorch's own operations, on any device: the reference.
@@ -23,7 +23,7 @@ def set_execution_(
       deployed, it is.
     - ``"auto"``, the default, is fused where it can be, else eager.
 
-    Blocks that grow later are ``"auto"``; `dyrep.DyRep` gives them what its ``execution`` says.
+    Blocks that grow later are ``"auto"``, unless `dyrep.DyRep` is told otherwise.
 
     Args:
         model: the model.
@@ -34,6 +34,9 @@ def set_execution_(
             depends on the weights, or on weights and input; ``"none"``: nothing.
         every: measure σ in every n-th step; in between, running statistics serve. Not with `torch.compile`.
 
+    Returns:
+        What counts the steps, for those who capture CUDA graphs: replaying one runs no Python, which would count.
+
     Raises:
         ConfigError: a value is not valid.
 
@@ -41,7 +44,7 @@ def set_execution_(
         >>> from dyrep import expand_
         >>> model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
         >>> _ = expand_(model, "0")
-        >>> set_execution_(model, "folded", images=8)
+        >>> _ = set_execution_(model, "folded", images=8)
         >>> model[0].execution.name
         'folded'
     """
@@ -54,3 +57,4 @@ def set_execution_(
             block.execution = Execution(settings.name, images, gradient, clock, leads and bool(block.branches))
             leads = leads and not block.branches
     forget_compiled()
+    return clock

@@ -7,7 +7,7 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dyrep.errors import CalibrationError
+from dyrep.execution import eagerly
 
 Forward = Callable[[nn.Module, Any], Any]
 """How to run a model on one batch of the user's: ``forward(model, batch)``."""
@@ -53,11 +54,9 @@ def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run everything eagerly: compiled code does not see hooks, and cannot be differentiated twice."""
-    if "torch._dynamo" not in sys.modules:  # nothing has been compiled, and importing it would take seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+    """Run everything eagerly: compiled code and fused blocks see no hooks, and cannot be differentiated twice."""
+    compiles = "torch._dynamo" in sys.modules  # importing it only to switch it off would take seconds
+    with eagerly(), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
         yield
 
 

@@ -1,0 +1,333 @@
+"""Which way a block is run: what was asked for where that is possible, else eagerly, with the reason."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from execution_helpers import assert_same, eager, folded_with, images, make_block, norms_of, seven_branches, step
+from torch import nn
+
+import dyrep
+from dyrep import scoring
+from dyrep.block import origin_scaling_for
+from dyrep.execution import EXECUTIONS, Clock, Execution, choose, dispatch, eagerly
+from strategies import CONVS
+from training import loss_of, make_batches, make_net
+
+explicit = pytest.mark.parametrize("name", ["fused", "folded"])
+CALLS_FOR = "a block set to execution={!r} runs eagerly: .*{}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told_yet(monkeypatch):
+    dispatch._tell.cache_clear()
+    monkeypatch.setattr(dispatch, "unavailable", lambda: "")
+
+
+def on_gpu(*shape, dtype=torch.float32):
+    """What `choose` looks at in an input on a GPU."""
+    x = torch.empty(shape or (2, 4, 6, 6), dtype=dtype)
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=x.shape, numel=x.numel)
+
+
+def way(name, block, x, **options):
+    ndim, replaces_norm = block.geometry.ndim, block.passed_norm is not None
+    return choose(Execution(name, **options), block.scalings(), x, ndim=ndim, replaces_norm=replaces_norm)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/together", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# What is asked for --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", ["auto", "eager", "fused"])
+def test_on_the_cpu_all_but_folded_silently_mean_eager(name, training):
+    block, x = seven_branches().train(training), images()
+    twin = copy.deepcopy(block)
+    block.execution = Execution(name)
+    assert way(name, block, x) == "eager"
+    assert torch.equal(block(x), twin._added(x))
+
+
+@pytest.mark.parametrize(("name", "chosen"), [("auto", "fused"), ("fused", "fused"), ("folded", "folded")])
+def test_on_a_gpu_blocks_run_as_they_are_told_and_fused_by_themselves(name, chosen):
+    assert way(name, seven_branches(torch.float32), on_gpu()) == chosen
+
+
+def test_eager_is_eager_everywhere():
+    for training in (True, False):
+        assert way("eager", seven_branches(torch.float32).train(training), on_gpu()) == "eager"
+
+
+@pytest.mark.parametrize("name", ["auto", "fused", "folded"])
+def test_in_eval_mode_the_kernel_depends_on_no_batch(name):
+    assert way(name, seven_branches(torch.float32).eval(), on_gpu()) == "frozen"
+    assert way(name, seven_branches(torch.float32).eval(), on_gpu(1, 4, 1, 1)) == "frozen"
+
+
+def test_folded_works_on_the_cpu():
+    assert way("folded", seven_branches().train(), images()) == "folded"
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_a_folded_block_in_eval_mode_is_one_convolution_with_the_same_result(bias, mode, monkeypatch):
+    block, x = seven_branches(bias=bias, padding_mode=mode).eval(), images()
+    expected = step(block, x, lambda block, x: block.eval()._added(x))
+    calls, conv2d = [], torch.nn.functional.conv2d
+    monkeypatch.setattr("torch.nn.functional.conv2d", lambda *args: calls.append(1) or conv2d(*args))
+    block.execution = Execution("folded")
+    plain = block.eval()(x)
+    assert len(calls) == 1
+    assert_same({"output": plain}, {"output": expected["output"]})
+
+
+def test_a_folded_block_in_training_is_run_with_its_own_settings():
+    block, x = seven_branches().train(), images()
+    block.execution = Execution("folded", images=2)
+    expected = step(block, x, folded_with(images=2))["output"]
+    assert torch.equal(block(x), expected)
+    assert not torch.allclose(block._added(x), expected)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("mode", ["zeros", "reflect"])
+def test_a_folded_block_takes_a_single_image_without_batch_dimension(training, mode):
+    block, x = seven_branches(padding_mode=mode).train(training), images(1)
+    block.execution = Execution("folded")
+    y = block(x[0])
+    assert y.shape == (4, 6, 5)
+    assert torch.allclose(y, block(x)[0], atol=1e-12)
+
+
+# What cannot be, and why --------------------------------------------------------------------------------------------
+
+
+def calibrated(block):
+    norms_of(block)[0].start_calibration()
+
+
+def partly_frozen(block):
+    block.branches["1x1"].norm.eval()
+
+
+def of_different_eps(block):
+    block.branches["1x1"].norm.eps = 1e-3
+
+
+def without_some_norm(block):
+    block.origin_norm = origin_scaling_for(block, "linear")
+
+
+REASONS = {
+    calibrated: "its norms are being calibrated, or some of them are frozen",
+    partly_frozen: "its norms are being calibrated, or some of them are frozen",
+    of_different_eps: "its norms differ in ε",
+    without_some_norm: "some of its branches are not normalised",
+}
+every_reason = pytest.mark.parametrize("change", REASONS, ids=lambda change: change.__name__)
+
+
+@explicit
+@every_reason
+def test_norms_that_cannot_be_run_together_run_eagerly_with_the_reason(name, change):
+    block = seven_branches(torch.float32).train()
+    change(block)
+    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, REASONS[change])):
+        assert way(name, block, on_gpu()) == "eager"
+
+
+@every_reason
+def test_auto_says_nothing(change):
+    block = seven_branches(torch.float32).train()
+    change(block)
+    assert way("auto", block, on_gpu()) == "eager"
+
+
+@every_reason
+def test_a_folded_block_that_cannot_be_folded_computes_what_an_eager_one_does(change):
+    block, x = seven_branches().train(), images()
+    change(block)
+    twin = copy.deepcopy(block)
+    block.execution = Execution("folded", images=2)
+    with pytest.warns(UserWarning, match="runs eagerly"):
+        y = block(x)
+    assert torch.equal(y, twin._added(x))
+
+
+@explicit
+@pytest.mark.parametrize("shape", [(1, 4, 1, 1), (0, 4, 6, 6)], ids=["one value", "no image"])
+def test_there_has_to_be_more_than_one_value_per_channel(name, shape):
+    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, "one value per channel")):
+        assert way(name, seven_branches(torch.float32), on_gpu(*shape)) == "eager"
+
+
+@explicit
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="dispatch.py looks at the input's size, norms at the output's"
+)
+def test_one_value_per_channel_of_the_output_has_no_spread_either(name):
+    block = make_block(nn.Conv2d(4, 4, 3), ["1x1", "1xK"]).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert way(name, block, on_gpu(1, 4, 3, 3)) == "eager"
+
+
+@pytest.mark.xfail(strict=True, raises=ZeroDivisionError, reason="σ of one image with one position: count - 1 is zero")
+def test_a_single_image_to_measure_on_can_have_a_single_position():
+    block, x = make_block(nn.Conv2d(4, 4, 3, dtype=torch.float64), ["1x1"]).train(), images(6, size=(3, 3))
+    block.execution = Execution("folded", images=1)
+    assert block(x).isfinite().all()
+
+
+@pytest.mark.parametrize("ndim", [1, 3])
+def test_only_two_dimensional_convolutions_are_folded(ndim):
+    block = make_block(CONVS[ndim - 1](4, 4, 3, padding=1, dtype=torch.float64)).train()
+    block.execution = Execution("folded")
+    x = images(size=(5,) * ndim)
+    twin = copy.deepcopy(block)
+    with pytest.warns(UserWarning, match=CALLS_FOR.format("folded", "only two-dimensional convolutions are folded")):
+        y = block(x)
+    assert torch.equal(y, twin._added(x))
+    assert way("fused", block, on_gpu(2, 4, *(5,) * ndim)) == "fused"
+
+
+def test_double_precision_is_not_fused_but_folded():
+    x = on_gpu(dtype=torch.float64)
+    with pytest.warns(UserWarning, match=CALLS_FOR.format("fused", "the kernels compute in float32")):
+        assert way("fused", seven_branches(), x) == "eager"
+    assert way("auto", seven_branches(), x) == "eager"
+    assert way("folded", seven_branches(), x) == "folded"
+
+
+def test_a_block_in_place_of_a_norm_is_folded_with_the_full_gradient_alone():
+    """Nothing else would take scale and mean out of the gradient of what it passes on."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)).double()
+    dyrep.convert_(model, "dbb", example_input=images(), replace="conv+norm")
+    block = model.train()[0]
+    assert way("folded", block, images(), gradient="full") == "folded"
+    with pytest.warns(UserWarning, match="execution='folded' runs exactly: .* needs gradient='full'"):
+        assert way("folded", block, images()) == "eager"
+    assert way("folded", block, on_gpu(), gradient="length") == "fused"
+
+
+def test_without_triton_nothing_is_fused(monkeypatch):
+    monkeypatch.setattr(dispatch, "unavailable", lambda: "Triton is not installed")
+    with pytest.warns(UserWarning, match=CALLS_FOR.format("fused", "Triton is not installed")):
+        assert way("fused", seven_branches(torch.float32), on_gpu()) == "eager"
+    assert way("folded", seven_branches(torch.float32), on_gpu()) == "folded"
+
+
+@explicit
+def test_statistics_shared_between_processes_are_not_run_together(name, one_process):
+    block = dyrep.sync_norms_(seven_branches(torch.float32)).train()
+    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, "its statistics are shared between processes")):
+        assert way(name, block, on_gpu()) == "eager"
+    assert way("auto", block, on_gpu()) == "eager"
+
+
+@explicit
+def test_synchronised_norms_of_a_single_process_have_nothing_to_share(name):
+    assert way(name, dyrep.sync_norms_(seven_branches(torch.float32)), on_gpu()) == name
+
+
+def test_a_reason_is_given_once(recwarn):
+    for _ in range(3):
+        for change in (partly_frozen, of_different_eps):
+            block = seven_branches(torch.float32).train()
+            change(block)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("always")
+                way("fused", block, on_gpu())
+    assert [str(w.message).split(": ")[1] for w in recwarn] == [REASONS[partly_frozen], REASONS[of_different_eps]]
+
+
+@pytest.mark.xfail(strict=True, reason="`scalings` leaves out the norm inside 1x1-KxK, and those of nested blocks")
+def test_a_norm_frozen_inside_a_branch_keeps_its_statistics():
+    block, x = seven_branches().train(), images()
+    block.branches["1x1-KxK"].inner_norm.eval()
+    block.execution = Execution("folded", images=99)
+    before = block.branches["1x1-KxK"].inner_norm.running_var.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = block(x)
+    assert torch.equal(block.branches["1x1-KxK"].inner_norm.running_var, before)
+    assert torch.allclose(y, block._added(x))
+
+
+# Eagerly, whatever the setting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXECUTIONS)
+def test_eagerly_wins_over_every_setting(name):
+    block = seven_branches(torch.float32)
+    for training in (True, False):
+        with eagerly():
+            assert way(name, block.train(training), on_gpu()) == "eager"
+
+
+def test_eagerly_lasts_as_long_as_its_block_and_can_be_nested():
+    block, x = seven_branches().train(), images()
+    with eagerly():
+        with eagerly():
+            pass
+        assert way("folded", block, x) == "eager"
+    assert way("folded", block, x) == "folded"
+
+
+def test_eagerly_is_over_after_an_exception():
+    with pytest.raises(KeyError), eagerly():
+        raise KeyError
+    assert way("folded", seven_branches().train(), images()) == "folded"
+
+
+def test_run_eagerly_branches_are_modules_that_hooks_see_and_the_clock_stands_still():
+    block, x = seven_branches().train(), images()
+    clock = Clock(2)
+    block.execution = Execution("folded", clock=clock, leads=True)
+    seen = []
+    for name, branch in block.branches.items():
+        branch.register_forward_hook(lambda *_, name=name: seen.append(name))
+    expected = step(block, x, eager)["output"]
+    seen.clear()
+    with eagerly():
+        assert torch.equal(block(x), expected)
+    assert seen == list(block.branches)
+    assert clock.step == 0
+
+
+def test_a_folded_model_is_calibrated_and_counted_eagerly():
+    """Calibration looks into nested convolutions, which folded blocks do not run by themselves."""
+    found = []
+    for name in ("eager", "folded"):
+        model = make_net()
+        dyrep.expand_(model, "3", generator=torch.Generator().manual_seed(0))
+        dyrep.set_execution_(model, name, images=2)
+        inner = "3.branches.1x1-KxK.conv"
+        dyrep.expand_(model, [inner, "5"], calibration=make_batches(), generator=torch.Generator().manual_seed(1))
+        found.append((model.state_dict(), dyrep.costs(model, make_batches()[0])))
+    (state, costs), (other, other_costs) = found
+    assert all(torch.equal(other[key], value) for key, value in state.items())
+    assert costs == other_costs
+
+
+def test_gradients_of_gradients_are_those_of_eager_blocks():
+    found = []
+    for name in ("eager", "folded"):
+        model = make_net()
+        dyrep.expand_(model, ["0", "3"], generator=torch.Generator().manual_seed(0))
+        dyrep.set_execution_(model, name, images=2)
+        watched = {key: [model[int(key)].weight] for key in ("0", "3")}
+        found.append(scoring.grasp_scores(model, watched, make_batches(1), loss_of))
+    assert found[0] == found[1]

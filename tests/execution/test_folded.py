@@ -1,0 +1,229 @@
+"""A folded block is one convolution; with the whole batch and full gradients it is what its branches compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from execution_helpers import (
+    NO_PARTS,
+    assert_same,
+    block_cases,
+    eager,
+    folded_with,
+    images,
+    make_block,
+    measuring,
+    norms_of,
+    plain_convs,
+    seven_branches,
+    step,
+    values_per_channel,
+)
+from hypothesis import assume, given, settings
+from torch import nn
+
+import dyrep
+from dyrep.execution import SIGMA_GRADIENTS, Clock, Execution, folded
+from dyrep.execution.settings import SETTLING_STEPS
+from strategies import PADDING_MODES, conv_cases
+
+every_origin = pytest.mark.parametrize("origin", ["plain", "normalised", "off"])
+with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+two_dimensional = conv_cases().filter(lambda case: len(case.image) == 2)
+
+exact = folded_with(images=99, gradient="full")
+
+
+def check(block, x, first=False):
+    expected = step(block, x, eager, needs_input_gradient=not first)
+    assert_same(step(block, x, exact, needs_input_gradient=not first), expected)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(case=block_cases(plain_convs() | two_dimensional))
+def test_any_block_folds_exactly_on_the_whole_batch(case):
+    block, x = case.block(), case.input()
+    assume(values_per_channel(block, x) > 1)
+    check(block, x, first=not case.needs_input_gradient)
+
+
+@pytest.mark.slow
+@settings(max_examples=1500, deadline=None)
+@given(case=block_cases(plain_convs() | two_dimensional))
+def test_any_block_folds_exactly_in_a_long_sweep(case):
+    block, x = case.block(), case.input()
+    assume(values_per_channel(block, x) > 1)
+    check(block, x, first=not case.needs_input_gradient)
+
+
+@every_origin
+@with_and_without_bias
+@pytest.mark.parametrize("first", [False, True], ids=["inner layer", "first layer"])
+def test_the_block_of_the_paper_folds_exactly(origin, bias, first):
+    check(seven_branches(origin=origin, bias=bias), images(), first)
+
+
+@every_origin
+@pytest.mark.parametrize("name", ["1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual", "KxK-2", "1x1-DCT", "DW-1x1"])
+def test_every_branch_alone_folds_exactly(origin, name, request):
+    if name == "residual" and origin != "normalised":
+        request.applymarker(pytest.mark.xfail(strict=True, raises=RuntimeError, reason=NO_PARTS))
+    check(make_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64), [name], origin), images())
+
+
+@pytest.mark.parametrize("mode", PADDING_MODES)
+@pytest.mark.parametrize(("kernel", "padding"), [(3, 1), (4, "same"), ((2, 7), "same"), (3, 0)])
+def test_every_padding_folds_exactly(mode, kernel, padding):
+    conv = nn.Conv2d(4, 4, kernel, padding=padding, padding_mode=mode, dtype=torch.float64)
+    check(make_block(conv), images())
+
+
+@every_origin
+@pytest.mark.parametrize(("groups", "out_channels"), [(2, 4), (2, 6), (4, 4), (4, 8)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_groups_fold_exactly(groups, out_channels, stride, origin):
+    conv = nn.Conv2d(4, out_channels, 3, stride, padding=1, groups=groups, bias=False, dtype=torch.float64)
+    check(make_block(conv, origin=origin), images())
+
+
+@every_origin
+def test_gates_get_their_gradient(origin):
+    block = make_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64), dyrep.BRANCHES, origin, scaling="gated")
+    check(block, images())
+
+
+def test_a_wide_inner_layer_folds_exactly():
+    conv = nn.Conv2d(4, 6, 3, padding=1, bias=False, dtype=torch.float64)
+    check(make_block(conv, ["1x1-KxK", "1x1"], width=2), images())
+
+
+def nested_block(bias=False):
+    block = seven_branches(bias=bias)
+    inner = make_block(block.branches["1x1-KxK"].conv, dyrep.BRANCHES, origin="normalised")
+    make_block(inner.branches["1x1-KxK"].conv, ["1x1", "Kx1"])
+    return block
+
+
+@with_and_without_bias
+def test_blocks_inside_blocks_fold_exactly(bias):
+    check(nested_block(bias), images())
+
+
+@pytest.mark.parametrize("method", ["repvgg", "acnet", "dbb", "dbb7", "mobileone", "repnas"])
+@pytest.mark.parametrize("replace", ["conv", "conv+norm"])
+def test_the_blocks_of_other_methods_fold_exactly(method, replace):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)).double()
+    dyrep.convert_(model, method, example_input=images(), replace=replace)
+    assert (norms_of(model[0])[0].bias is not None) == (replace == "conv+norm")
+    check(model[0], images())
+
+
+# Fewer images than the batch has ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 3, 6])
+@every_origin
+@with_and_without_bias
+def test_with_fewer_images_every_norm_divides_by_their_spread(count, origin, bias):
+    block, x = seven_branches(origin=origin, bias=bias), images(6)
+    with measuring(count):
+        expected = step(block, x, eager)
+    assert_same(step(block, x, folded_with(images=count, gradient="full")), expected)
+
+
+def test_with_fewer_images_blocks_inside_blocks_divide_by_their_spread_too():
+    block, x = nested_block(), images(6)
+    with measuring(2):
+        expected = step(block, x, eager)
+    assert_same(step(block, x, folded_with(images=2, gradient="full")), expected)
+
+
+@pytest.mark.parametrize("gradient", SIGMA_GRADIENTS)
+def test_the_kernel_is_the_same_whatever_the_other_images_are(gradient):
+    x = images(6)
+    other = torch.cat([x[:2], 7 * x[2:] - 3])
+    forward = folded_with(images=2, gradient=gradient)
+    block = seven_branches()
+    found, again = (step(block, batch, forward) for batch in (x, other))
+    assert torch.equal(again["output"][:2], found["output"][:2])
+    assert all(torch.equal(again[name], found[name]) for name in found if "running" in name)
+    assert not torch.equal(again["output"], found["output"])
+
+
+@pytest.mark.parametrize("gradient", SIGMA_GRADIENTS)
+def test_the_gradient_leaves_output_and_statistics_alone(gradient):
+    block = nested_block()
+    found, full = (step(block, images(), folded_with(images=4, gradient=g)) for g in (gradient, "full"))
+    for name in full:
+        if not name.startswith("gradient"):
+            assert torch.equal(found[name], full[name]), name
+
+
+def test_a_single_convolution_reads_the_whole_batch(monkeypatch):
+    block, x = nested_block().train(), images(6)
+    batches, conv2d = [], torch.nn.functional.conv2d
+
+    def counted(x, *args, **kwargs):
+        batches.append(len(x))
+        return conv2d(x, *args, **kwargs)
+
+    monkeypatch.setattr("torch.nn.functional.conv2d", counted)
+    folded.forward(block, x, Execution("folded", images=2))
+    assert batches.count(6) == 1
+    assert batches.count(2) == len(batches) - 1 > 7
+
+
+# Measuring now and then ---------------------------------------------------------------------------------------------
+
+
+def statistics_of(block):
+    return {name: buffer.clone() for name, buffer in block.named_buffers() if "running" in name}
+
+
+def test_at_first_every_step_measures():
+    clock = Clock(every=7)
+    due = []
+    for clock.step in range(SETTLING_STEPS + 15):
+        due.append(clock.due)
+    assert all(due[:SETTLING_STEPS])
+    assert [step for step, is_due in enumerate(due) if is_due][SETTLING_STEPS:] == [21, 28]
+
+
+@pytest.mark.parametrize("origin", ["plain", "normalised"])
+def test_statistics_change_in_every_nth_step_alone_and_count_for_all_in_between(origin):
+    block = seven_branches(origin=origin).train()
+    block.execution = settings = Execution("folded", images=99, clock=Clock(3), leads=True)
+    settings.clock.step = 30
+    for number in range(30, 37):
+        before = statistics_of(block)
+        eagerly_tracked = step(block, images(number), eager)
+        block(images(number))
+        assert settings.clock.step == number + 1
+        for name, value in statistics_of(block).items():
+            batch = before[name] + (eagerly_tracked[name] - before[name]) / 0.1
+            expected = before[name].lerp(batch, 1 - 0.9**3 if number % 3 == 0 else 0.0)
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("gradient", ["none", "full"])
+@pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
+def test_between_two_measurements_running_statistics_serve(gradient, nested):
+    block, x = nested_block() if nested else seven_branches(origin="normalised"), images()
+    clock = Clock(3)
+    clock.step = 31
+    expected = step(block, x, lambda block, x: block._conv_forward(x, *block.folded()))
+    assert_same(step(block, x, folded_with(gradient=gradient, clock=clock)), expected)
+
+
+def test_only_training_steps_of_the_leading_block_move_the_clock():
+    clock = Clock(3)
+    leading, other = seven_branches(), seven_branches()
+    leading.execution = Execution("folded", clock=clock, leads=True)
+    other.execution = Execution("folded", clock=clock)
+    other.train()(images())
+    leading.eval()(images())
+    assert clock.step == 0
+    leading.train()(images())
+    with torch.no_grad():
+        leading(images())
+    assert clock.step == 2
