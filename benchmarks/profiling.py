@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-TOP = 45
+TOP = 16
 STEPS = 5
 
 # The first pattern that is found in a kernel's name decides. Names of kernels that torch.compile makes list all that

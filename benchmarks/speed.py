@@ -38,6 +38,7 @@ from dyrep import models
 from dyrep.engine.precision import computing_in
 from dyrep.engine.rundir import hardware, versions
 from dyrep.engine.world import pick_device
+from dyrep.execution.settings import SETTLING_STEPS, Clock
 from dyrep.files import replacing
 from dyrep.surgery.costs import added_macs
 
@@ -117,17 +118,19 @@ def expanded_layers(case: Case) -> list[str]:
 
 def make_model(
     case: Case, arm: str, layers: Sequence[str], device: torch.device, folded_options: dict[str, Any]
-) -> nn.Module:
-    """The network of an arm on the device, ready to be trained."""
+) -> tuple[nn.Module, Clock]:
+    """The network of an arm on the device, ready to be trained, and what says when folded blocks measure."""
     model = case.build()
     if arm == "published":
         published.publish_(model, layers)
     elif arm != "plain":
         dyrep.expand_(model, layers, gamma=1.0)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    clock = Clock()
     if arm not in ("plain", "published"):
-        dyrep.set_execution_(model, arm, **(folded_options if arm == "folded" else {}))
-    return model.train()
+        clock = dyrep.set_execution_(model, arm, **(folded_options if arm == "folded" else {}))
+    clock.step = SETTLING_STEPS  # the beginning of training is not what is timed
+    return model.train(), clock
 
 
 class Step:
@@ -162,7 +165,7 @@ class Step:
         self._optimizer.zero_grad(set_to_none=True)
 
 
-def prepared(step: Step, graph: bool) -> Callable[[], None]:
+def prepared(step: Step, clock: Clock, graph: bool) -> Callable[[], None]:
     """What to call for one more step, once everything that is done only once has been done; starts peak memory over.
 
     Trying algorithms takes memory that training does not, so it must not count. Capturing is what takes the memory of
@@ -180,10 +183,21 @@ def prepared(step: Step, graph: bool) -> Callable[[], None]:
     torch.cuda.reset_peak_memory_stats()
     if not graph:
         return step
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        step()
-    return captured.replay
+    clock.managed = True
+    first = clock.step + -clock.step % clock.every
+    graphs: list[torch.cuda.CUDAGraph] = []
+    for kind in range(min(clock.every, 2)):  # a step that measures, and one that does not
+        clock.step = first + kind
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], pool=graphs[0].pool() if kind else None):
+            step()
+    clock.step = first
+
+    def replay() -> None:
+        graphs[min(clock.step % clock.every, 1)].replay()
+        clock.step += 1
+
+    return replay
 
 
 def block_times(run: Callable[[], None], device: torch.device, warmup: int, steps: int, blocks: int) -> list[float]:
@@ -213,9 +227,9 @@ def measure(
     case: Case, arm: str, mode: str, layers: Sequence[str], device: torch.device, profile: bool, arguments: Any
 ) -> dict[str, Any]:
     """Time and memory of one arm in one mode."""
-    model = make_model(case, arm, layers, device, arguments.folded_options)
+    model, clock = make_model(case, arm, layers, device, arguments.folded_options)
     step = Step(case, model, device, mode.startswith("compiled"))
-    run = prepared(step, mode.endswith("graph")) if device.type == "cuda" else step
+    run = prepared(step, clock, mode.endswith("graph")) if device.type == "cuda" else step
     times = block_times(run, device, arguments.warmup, arguments.steps, arguments.blocks)
     loss = step.loss.item()
     found: dict[str, Any] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dyrep
 from dyrep.block import RepConv, as_block_, branch_for, origin_scaling_for
 from dyrep.branches import branch_option
-from dyrep.execution import Execution, folded
+from dyrep.execution import Execution, folded, fused
 from dyrep.geometry import ConvGeometry
 from dyrep.norm import BranchNorm
 from dyrep.scaling import GatedNorm
@@ -30,11 +30,16 @@ Forward = Callable[[RepConv, Tensor], Tensor]
 
 
 def eager(block: RepConv, x: Tensor) -> Tensor:
-    return block._added(x)
+    return block._added(block.geometry.branch_input(x))
+
+
+def fused_with(moments_from: int) -> Forward:
+    return lambda block, x: fused.forward(block, block.geometry.branch_input(x), moments_from)
 
 
 def folded_with(**options) -> Forward:
-    return lambda block, x: folded.forward(block, x, Execution("folded", **options))
+    settings = Execution("folded", **options)
+    return lambda block, x: folded.forward(block, block.geometry.branch_input(x), settings)
 
 
 @contextmanager
@@ -116,7 +121,7 @@ def images(batch: int = 6, channels: int = 4, dtype: torch.dtype = torch.float64
 def values_per_channel(block: RepConv, x: Tensor) -> int:
     """How many numbers the norms of a block see per channel."""
     with torch.no_grad():
-        y = block._added(block.geometry.branch_input(x)) if block.training else block(x)
+        y = copy.deepcopy(block).eval()(x)
     return y.numel() // y.shape[1]
 
 
@@ -124,15 +129,12 @@ def step(block: RepConv, x: Tensor, forward: Forward, *, needs_input_gradient: b
     """What one training step computes, by name: output, all gradients, running statistics. The block stays as it is."""
     block = copy.deepcopy(block).train()
     x = x.clone().requires_grad_(needs_input_gradient)
-    y = forward(block, block.geometry.branch_input(x))
+    y = forward(block, x)
     generator = torch.Generator().manual_seed(5)
     y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y))
     found = {"output": y.detach()}
-    wanted = {"input": x, **dict(block.named_parameters())}
-    for name, module in block.named_modules():
-        if isinstance(module, GatedNorm):
-            wanted[f"{name}.drawn"] = module.drawn
-    for name, tensor in wanted.items():
+    gates = {f"{name}.drawn": norm.drawn for name, norm in block.named_modules() if isinstance(norm, GatedNorm)}
+    for name, tensor in {"input": x, **dict(block.named_parameters()), **gates}.items():
         if tensor is not None and tensor.requires_grad:
             assert tensor.grad is not None, f"no gradient of {name}"
             found[f"gradient of {name}"] = tensor.grad

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from execution_helpers import ALWAYS, NEVER
 from torch import Tensor, nn
 
 import dyrep
@@ -58,20 +59,21 @@ def assert_compiles_to_one_graph(model: nn.Module) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("gradient", ["length", "full"])
+@pytest.mark.parametrize("gradient", ["length", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_folded_network_compiles_to_one_graph(gradient):
     model = grown_net()
     dyrep.set_execution_(model, "folded", images=2, gradient=gradient)
     assert_compiles_to_one_graph(model)
 
 
-@pytest.mark.parametrize("moments_from", [0, 1 << 62], ids=["moments", "no moments"])
+@pytest.mark.parametrize("moments_from", [ALWAYS, pytest.param(NEVER, marks=pytest.mark.slow)])
 def test_a_fused_network_compiles_to_one_graph(moments_from, monkeypatch):
     monkeypatch.setattr("dyrep.execution.choose", lambda *_, **__: "fused")
     monkeypatch.setattr(fused, "MOMENTS_FROM", moments_from)
     assert_compiles_to_one_graph(grown_net())
 
 
+@pytest.mark.slow
 def test_blocks_inside_blocks_compile_folded():
     model = grown_net()
     dyrep.expand_(model, "3.branches.1x1-KxK.conv", ["1x1", "1xK"], gamma=0.5)
@@ -81,7 +83,8 @@ def test_blocks_inside_blocks_compile_folded():
 
 def test_compiled_code_follows_a_new_setting():
     """The network ends in another function of the batch, so that nothing compiled before may be left."""
-    model, x = grown_net(), batches(1)[0]
+    model, x = make_net().double().train(), batches(1)[0]
+    dyrep.expand_(model, "3", ["1x1", "1xK"], gamma=0.5)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     outputs = []
     for name in ("eager", "folded", "eager"):

@@ -11,6 +11,7 @@ from execution_helpers import (
     assert_same,
     block_cases,
     eager,
+    fused_with,
     images,
     make_block,
     norms_of,
@@ -33,10 +34,6 @@ either_moments = pytest.mark.parametrize("moments_from", [ALWAYS, NEVER], ids=["
 every_origin = pytest.mark.parametrize("origin", ["plain", "normalised", "off"])
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 inner_or_first = pytest.mark.parametrize("first", [False, True], ids=["inner layer", "first layer"])
-
-
-def fused_with(moments_from):
-    return lambda block, x: fused.forward(block, x, moments_from)
 
 
 def check(block: RepConv, x: torch.Tensor, moments_from: int, first: bool = False) -> None:

@@ -110,7 +110,7 @@ def test_the_operator_is_registered_as_pytorch_wants_it(inner, dtype):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 80), st.integers(1, 12), st.integers(1, 12)),
     programs=st.integers(1, 9),

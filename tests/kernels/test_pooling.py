@@ -52,7 +52,7 @@ def test_any_dtype_can_be_pooled(setting, name, inner):
 
 
 @both_layouts
-@pytest.mark.parametrize("shape", [(1, 70, 4, 3), (3, 1, 5, 4), (2, 3, 1, 1), (1, 2, 35, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 66, 2, 3), (3, 1, 5, 4), (2, 3, 1, 1), (1, 2, 35, 33)], ids=str)
 def test_any_shape_can_be_pooled(single, shape, inner):
     check(single.randn(*shape, inner=inner), GEOMETRIES["3x3"], 1e-5)
 
@@ -62,7 +62,7 @@ def test_an_image_can_be_larger_than_a_tile(triton_only, monkeypatch, inner):
     from dyrep.kernels import pooling_triton
 
     monkeypatch.setattr(pooling_triton, "_TILE", 32)
-    check(triton_only.randn(2, 5, 9, 7, inner=inner), GEOMETRIES["stride"], 1e-5)
+    check(triton_only.randn(2, 3, 7, 5, inner=inner), GEOMETRIES["stride"], 1e-5)
 
 
 @both_layouts
@@ -110,7 +110,7 @@ def pairs(low: int, high: int) -> st.SearchStrategy[Pair]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(size=pairs(4, 12), geometry=st.tuples(pairs(1, 4), pairs(1, 4), pairs(0, 5)), inner=st.booleans())
 def test_sweep_of_geometries(single, size, geometry, inner):
     check(single.randn(2, 3, *size, inner=inner), geometry, 1e-5)

@@ -110,7 +110,7 @@ class Recipe:
     execution: Run = "auto"
     sigma_images: int = 16
     sigma_gradient: SigmaGradient = "length"
-    sigma_every: int = 1
+    sigma_every: int = 2
     dyrep: DyRepConfig = field(default_factory=DyRepConfig)
     repnas: RepNASConfig = field(default_factory=RepNASConfig)
 

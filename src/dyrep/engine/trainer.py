@@ -263,6 +263,7 @@ class Trainer:
             gradient=recipe.sigma_gradient,
             every=recipe.sigma_every,
         )
+        self._train_on.clock.managed = True
 
     def _announce(self, edits: list[Edit]) -> None:
         """Tell of edits, and of what the structure costs after them."""

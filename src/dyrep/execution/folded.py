@@ -40,7 +40,7 @@ def forward(block: Block, x: Tensor, settings: Execution) -> Tensor:
     dtype = conv_dtype(block.weight)
     x = x.to(dtype)
     folding = _Folding(settings, dtype)
-    if settings.leads:
+    if settings.leads and not torch.compiler.is_compiling():
         settings.clock.step += 1
     seen = x[: settings.images] if settings.gradient == "full" else x[: settings.images].detach()
     with torch.autocast(x.device.type, enabled=False):

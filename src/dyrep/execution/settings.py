@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from dyrep.errors import ConfigError
 
 EXECUTIONS = ("auto", "eager", "fused", "folded")
@@ -26,6 +28,8 @@ class Clock:
     Attributes:
         every: measure in every n-th step, once the first few are over.
         step: steps begun.
+        managed: whether whoever captures steps in CUDA graphs captures both kinds, and moves the clock on when
+            replaying one. Otherwise what is captured, or compiled, measures always.
 
     Example:
         >>> clock = Clock(every=4)
@@ -37,11 +41,16 @@ class Clock:
     def __init__(self, every: int = 1) -> None:
         self.every = every
         self.step = 0
+        self.managed = False
 
     @property
     def due(self) -> bool:
         """Whether σ is measured in the step to come."""
-        return self.every == 1 or self.step < SETTLING_STEPS or self.step % self.every == 0
+        if self.every == 1 or torch.compiler.is_compiling() or self.step < SETTLING_STEPS:
+            return True
+        if not self.managed and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True  # whatever is captured is repeated for ever
+        return self.step % self.every == 0
 
     @property
     def span(self) -> int:

@@ -10,7 +10,7 @@ from dyrep.surgery.wrappers import bare, forget_compiled
 
 
 def set_execution_(
-    model: nn.Module, execution: str = "auto", *, images: int = 16, gradient: str = "length", every: int = 1
+    model: nn.Module, execution: str = "auto", *, images: int = 16, gradient: str = "length", every: int = 2
 ) -> Clock:
     """Choose how all blocks of a model, nested ones included, are run from now on. Parameters stay what they are.
 
@@ -32,7 +32,8 @@ def set_execution_(
         gradient: what a folded block's gradient knows about σ. ``"length"``: that it is proportional to the length of
             the branch's kernel, which costs nothing; ``"weights"`` and ``"full"``: how σ of the images looked at
             depends on the weights, or on weights and input; ``"none"``: nothing.
-        every: measure σ in every n-th step; in between, running statistics serve. Not with `torch.compile`.
+        every: measure σ in every n-th step; in between, running statistics serve. Code that is compiled, or captured
+            in a CUDA graph by other than `dyrep train`, measures in every step.
 
     Returns:
         What counts the steps, for those who capture CUDA graphs: replaying one runs no Python, which would count.
