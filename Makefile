@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint picture drift loop methods digits clean
+.PHONY: demo test test-slow lint picture drift loop methods digits speed executions clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -46,6 +46,14 @@ methods: .venv/.installed   # the table of costs in docs/methods.md
 
 digits: .venv/.installed   # the table of accuracies in docs/methods.md
 	$(BIN)/python benchmarks/digits.py --out results/digits.json
+	$(BIN)/python benchmarks/tables.py
+
+speed: .venv/.installed   # the tables of times in docs/speed.md; needs a GPU
+	$(BIN)/python benchmarks/speed.py --profile --out results/speed.json
+	$(BIN)/python benchmarks/tables.py
+
+executions: .venv/.installed   # the table of accuracies in docs/speed.md; needs a GPU and CIFAR-10 in DATA
+	$(BIN)/python benchmarks/executions.py --data $(DATA) --out results/executions.json
 	$(BIN)/python benchmarks/tables.py
 
 clean:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from dyrep.methods import method
 
@@ -121,6 +123,81 @@ def digits_table() -> str:
     return "\n".join(lines)
 
 
+CASES = {
+    "resnet18": "ResNet-18, 224², batch 256",
+    "resnet18-evolved": "the same, grown to the paper's average cost of DyRep",
+    "resnet50": "ResNet-50, 224², batch 256",
+    "vgg16": "VGG-16, 32², batch 128",
+}
+ARMS = {
+    "plain": "plain",
+    "published": "branches as published",
+    "eager": "`eager`",
+    "fused": "`fused`",
+    "folded": "`folded`",
+}
+
+
+def speed_table() -> str:
+    data = json.loads((ROOT / "results" / "speed.json").read_text())
+    worked = [row for row in data["measurements"] if row["ms"] is not None]
+    best: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in sorted(worked, key=lambda row: -row["ms"]):
+        best[row["case"], row["arm"]] = row
+    lines = [
+        "| network | blocks | ms per step | × plain | peak memory, GiB | × plain | step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case, network in CASES.items():
+        plain = best["resnet18" if case == "resnet18-evolved" else case, "plain"]
+        for arm, words in ARMS.items():
+            row = best.get((case, arm))
+            if row is None or (case == "resnet18-evolved" and arm == "plain"):
+                continue
+            time = f"{row['ms']:.1f} | {row['ms'] / plain['ms']:.2f}"
+            memory = f"{row['peak_gib']:.1f} | {row['peak_gib'] / plain['peak_gib']:.2f}"
+            lines.append(f"| {network} | {words} | {time} | {memory} | {HOW[row['mode']]} |")
+            network = ""
+    versions = data["versions"]
+    lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make speed`, `results/speed.json`)"]
+    return "\n".join(lines)
+
+
+HOW = {
+    "eager": "not captured",
+    "graph": "captured in a CUDA graph",
+    "compiled": "compiled",
+    "compiled+graph": "compiled and captured",
+}
+
+
+def profile_table() -> str:
+    data = json.loads((ROOT / "results" / "speed.json").read_text())
+    rows = [row for row in data["measurements"] if row.get("profile")]
+    kinds = list(rows[0]["profile"]["by_kind_ms"])
+    lines = [f"| network | blocks | {' | '.join(kinds)} | in all |", "|---|---|" + "---|" * (len(kinds) + 1)]
+    for row in sorted(rows, key=lambda row: (list(CASES).index(row["case"]), list(ARMS).index(row["arm"]))):
+        times = [f"{time:.2f}" for time in row["profile"]["by_kind_ms"].values()]
+        total = row["profile"]["kernels_ms"]
+        lines.append(f"| {CASES[row['case']]} | {ARMS[row['arm']]} | {' | '.join(times)} | {total:.2f} |")
+    return "\n".join(lines)
+
+
+def executions_table() -> str:
+    data = json.loads((ROOT / "results" / "executions.json").read_text())
+    lines = ["| VGG-16, CIFAR-10, 40 epochs | test accuracy, folded (%) | seeds | s per epoch |", "|---|---|---|---|"]
+    for arm in data["config"]["flags"]:
+        found = [run["test_accuracy"] for run in data["runs"] if run["arm"] == arm]
+        if found:
+            spread = statistics.stdev(found) if len(found) > 1 else float("nan")
+            each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
+            seconds = data["epoch_seconds"][arm]
+            lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds:.2f} |")
+    versions = data["versions"]
+    lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
+    return "\n".join(lines)
+
+
 def short(count: float) -> str:
     return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
@@ -131,6 +208,9 @@ TABLES = {
     ("docs/methods.md", "methods table"): methods_table,
     ("docs/methods.md", "dbb table"): dbb_table,
     ("docs/methods.md", "digits table"): digits_table,
+    ("docs/speed.md", "speed table"): speed_table,
+    ("docs/speed.md", "profile table"): profile_table,
+    ("docs/speed.md", "executions table"): executions_table,
 }
 
 

@@ -18,6 +18,7 @@ from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import FoldReport, deploy, verify
 from dyrep.surgery.structure import follow_, prepare_, restructure_, structure
 from dyrep.surgery.targets import Target, targets
+from dyrep.surgery.timing import measure_executions
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "expand_",
     "follow_",
     "load",
+    "measure_executions",
     "prepare_",
     "read_events",
     "restructure_",

@@ -200,7 +200,9 @@ def test_without_a_command_it_tells_which_there_are(capsys):
             main(words)
         assert stopped.value.code == status
         told = capsys.readouterr().out
-        assert all(f"dyrep {command}" in told for command in ("train", "inspect", "deploy", "recipes", "methods"))
+        assert all(
+            f"dyrep {command}" in told for command in ("train", "inspect", "deploy", "bench", "recipes", "methods")
+        )
 
 
 def test_it_tells_its_version(capsys):
@@ -226,7 +228,7 @@ def test_it_lists_the_recipes(capsys):
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(failing):
     status, message = failing("trian")
     assert status == 2
-    assert message == "dyrep: there is no command 'trian'; valid are train, inspect, deploy, recipes, methods\n"
+    assert message == "dyrep: there is no command 'trian'; valid are train, inspect, deploy, bench, recipes, methods\n"
 
 
 @pytest.mark.parametrize("command", ["inspect", "deploy"])

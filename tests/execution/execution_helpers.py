@@ -24,6 +24,7 @@ from strategies import CONVS, ConvCase, randomize_norms_
 NAMES = ("1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual", "KxK-2", "1x1-DCT", "DW-1x1")
 ALWAYS, NEVER = 0, 1 << 62
 """From how many bytes on moments are used: `fused.forward`'s argument."""
+SHARED = "β.sum(0): the gradients of all β of a block are one piece of memory, which autograd takes for several"
 NO_PARTS = "assembling.py: the gradient of `assemble` without parts has the wrong structure (None for an empty list)"
 
 Forward = Callable[[RepConv, Tensor], Tensor]
@@ -125,13 +126,19 @@ def values_per_channel(block: RepConv, x: Tensor) -> int:
     return y.numel() // y.shape[1]
 
 
-def step(block: RepConv, x: Tensor, forward: Forward, *, needs_input_gradient: bool = True) -> dict[str, Tensor]:
-    """What one training step computes, by name: output, all gradients, running statistics. The block stays as it is."""
+def step(
+    block: RepConv, x: Tensor, forward: Forward, *, needs_input_gradient: bool = True, passes: int = 1
+) -> dict[str, Tensor]:
+    """What one training step computes, by name: output, all gradients, running statistics. The block stays as it is.
+
+    With several passes, gradients are the sum of them all.
+    """
     block = copy.deepcopy(block).train()
     x = x.clone().requires_grad_(needs_input_gradient)
-    y = forward(block, x)
-    generator = torch.Generator().manual_seed(5)
-    y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y))
+    for _ in range(passes):
+        y = forward(block, x)
+        generator = torch.Generator().manual_seed(5)
+        y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y))
     found = {"output": y.detach()}
     gates = {f"{name}.drawn": norm.drawn for name, norm in block.named_modules() if isinstance(norm, GatedNorm)}
     for name, tensor in {"input": x, **dict(block.named_parameters()), **gates}.items():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from execution_helpers import (
     NO_PARTS,
+    SHARED,
     assert_same,
     block_cases,
     eager,
@@ -116,6 +117,13 @@ def test_the_blocks_of_other_methods_fold_exactly(method, replace):
     dyrep.convert_(model, method, example_input=images(), replace=replace)
     assert (norms_of(model[0])[0].bias is not None) == (replace == "conv+norm")
     check(model[0], images())
+
+
+@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=SHARED)), False])
+@pytest.mark.parametrize("origin", ["plain", "normalised"])
+def test_gradients_add_up_over_several_passes(bias, origin):
+    block = seven_branches(origin=origin, bias=bias)
+    assert_same(step(block, images(), exact, passes=2), step(block, images(), eager, passes=2))
 
 
 # Fewer images than the batch has ------------------------------------------------------------------------------------

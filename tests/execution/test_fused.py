@@ -8,6 +8,7 @@ from execution_helpers import (
     ALWAYS,
     NEVER,
     NO_PARTS,
+    SHARED,
     assert_same,
     block_cases,
     eager,
@@ -185,6 +186,15 @@ def test_norms_keep_their_own_momentum(moments_from):
     for position, norm in enumerate(norms_of(block)):
         norm.momentum = (0.05, 0.3)[position % 2]
     check(block, images(), moments_from)
+
+
+@either_moments
+@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=SHARED)), False])
+@pytest.mark.parametrize("origin", ["plain", "normalised"])
+def test_gradients_add_up_over_several_passes(moments_from, bias, origin):
+    block = seven_branches(origin=origin, bias=bias)
+    expected = step(block, images(), eager, passes=2)
+    assert_same(step(block, images(), fused_with(moments_from), passes=2), expected)
 
 
 def test_without_gradients_statistics_move_all_the_same():

@@ -1,4 +1,4 @@
-"""``dyrep train``, ``dyrep inspect``, ``dyrep deploy``, ``dyrep recipes``, ``dyrep methods``."""
+"""``dyrep train``, ``dyrep inspect``, ``dyrep deploy``, ``dyrep bench``, ``dyrep recipes``, ``dyrep methods``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ usage: dyrep COMMAND ...
   dyrep train [RECIPE] [--data DIR] [...]    train a network, or continue a run that was stopped
   dyrep inspect RUN                          the structure of a run's network, with importances and costs
   dyrep deploy RUN -o plain.safetensors      fold a run's network into the plain one, checked
+  dyrep bench MODEL [--batch N] [...]        what branches cost a network here, step by step and layer by layer
   dyrep recipes                              the recipes there are
   dyrep methods                              the methods there are
 
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "train": _train,
         "inspect": _inspect,
         "deploy": _deploy,
+        "bench": _bench,
         "recipes": _recipes,
         "methods": _methods,
     }
@@ -80,6 +82,15 @@ def _deploy(words: list[str]) -> None:
     from dyrep.cli.parsing import parse
 
     parse(deploy_run, words, "dyrep deploy")
+
+
+def _bench(words: list[str]) -> None:
+    import tyro
+
+    from dyrep.cli.benching import bench_model
+    from dyrep.cli.parsing import parse
+
+    parse(bench_model, words, "dyrep bench", config=(tyro.conf.PositionalRequiredArgs,))
 
 
 def _recipes(words: list[str]) -> None:

@@ -57,8 +57,9 @@ def forward(block: Block, x: Tensor, moments_from: int | None = None) -> Tensor:
 class _Moments:
     """Statistics of what is linear in the rows of a matrix: pointwise convolutions, or kernels over patches."""
 
-    def __init__(self, x: Tensor) -> None:
-        self.mean, second = second_moments(x)
+    def __init__(self, x: Tensor, columns: int | None = None) -> None:
+        mean, second = second_moments(x)
+        self.mean, second = mean[:columns], second[:columns, :columns]
         self.covariance = torch.addr(second, self.mean, self.mean, alpha=-1)
 
     def of(self, kernels: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -192,7 +193,7 @@ class _Sum:
             else algebra.pad_kernel(part.kernel, g.kernel_size, part.tap)
             for part in parts.values()
         ]
-        for (branch, part), statistics in zip(parts.items(), _Moments(seen).of(full), strict=True):
+        for (branch, part), statistics in zip(parts.items(), _Moments(seen, g.in_channels * g.taps).of(full), strict=True):
             self._fold(branch, part, *statistics)
 
     def _fold(self, branch: Branch, part: Part | None, mean: Tensor, var: Tensor) -> None:

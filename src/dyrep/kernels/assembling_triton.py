@@ -1,4 +1,4 @@
-"""`assemble` as Triton kernels: a program for each output channel (and block of input channels)."""
+"""`assemble` as Triton kernels: a program for each output channel, and block of input channels or part."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def backward(
     sizes = sum(_packed_size(kernel) << 12 * j for j, kernel in enumerate(kernels))
     along = torch.empty_like(scales)
     diagonal = torch.empty(grad.shape[0], dtype=torch.float32, device=grad.device)
-    _assemble_backward_kernel[(grad.shape[0],)](
+    _assemble_backward_kernel[(grad.shape[0], max(len(kernels), 1))](
         grad, tuple(kernels), tuple(grads), scales, along, diagonal, tuple(facts), tuple(grad.stride()), grad.shape[1],
         tap[0], tap[1], grad.shape[2], grad.shape[3], sizes, spread, invariant, len(kernels), inputs, taps,
         num_warps=_warps(inputs * taps),
@@ -123,17 +123,19 @@ def _assemble_backward_kernel(
 ):  # fmt: skip
     o = tl.program_id(0)
     for j in tl.static_range(PARTS):
-        at = j * tl.num_programs(0) + o
-        total = _part_backward(
-            grad + o * strides[0], kernels[j] + o * facts[8 * j], grads[j] + o * facts[8 * j], tl.load(scales + at),
-            strides[1], strides[2], strides[3], facts[8 * j + 1], facts[8 * j + 2], facts[8 * j + 3],
-            facts[8 * j + 4], facts[8 * j + 5], channels, HEIGHT, WIDTH,
-            (SIZES >> (12 * j)) % 16, (SIZES >> (12 * j + 4)) % 16, 1 << ((SIZES >> (12 * j + 8)) % 16),
-            (SPREAD >> j) % 2, (INVARIANT >> j) % 2, INPUTS, TAPS,
-        )  # fmt: skip
-        tl.store(along + at, total)
-    where = grad + o * strides[0] + (o % channels) * strides[1] + tap_row * strides[2] + tap_column * strides[3]
-    tl.store(diagonal + o, tl.load(where).to(tl.float32))
+        if tl.program_id(1) == j:
+            at = j * tl.num_programs(0) + o
+            total = _part_backward(
+                grad + o * strides[0], kernels[j] + o * facts[8 * j], grads[j] + o * facts[8 * j], tl.load(scales + at),
+                strides[1], strides[2], strides[3], facts[8 * j + 1], facts[8 * j + 2], facts[8 * j + 3],
+                facts[8 * j + 4], facts[8 * j + 5], channels, HEIGHT, WIDTH,
+                (SIZES >> (12 * j)) % 16, (SIZES >> (12 * j + 4)) % 16, 1 << ((SIZES >> (12 * j + 8)) % 16),
+                (SPREAD >> j) % 2, (INVARIANT >> j) % 2, INPUTS, TAPS,
+            )  # fmt: skip
+            tl.store(along + at, total)
+    if tl.program_id(1) == 0:
+        where = grad + o * strides[0] + (o % channels) * strides[1] + tap_row * strides[2] + tap_column * strides[3]
+        tl.store(diagonal + o, tl.load(where).to(tl.float32))
 
 
 @triton.jit

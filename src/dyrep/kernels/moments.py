@@ -42,7 +42,8 @@ def _second_moments(x: Tensor) -> tuple[Tensor, Tensor]:
         return moments_triton.second_moments(x)
     wide = x if x.dtype == torch.float64 else x.float()
     rows = wide.movedim(1, -1).reshape(-1, x.shape[1])
-    return rows.mean(0), rows.T @ rows / rows.shape[0]
+    with torch.autocast(x.device.type, enabled=False):  # it would narrow the product
+        return rows.mean(0), rows.T @ rows / rows.shape[0]
 
 
 @_second_moments.register_fake

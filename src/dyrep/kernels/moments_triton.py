@@ -39,6 +39,8 @@ def _second_moments_kernel(
     left = (tile // tiles) * COLUMNS + tl.arange(0, COLUMNS)
     right = (tile % tiles) * COLUMNS + tl.arange(0, COLUMNS)
     per_image = tl.cdiv(positions, ROWS)
+    if tile // tiles > tile % tiles:
+        return  # the matrix is symmetric: the program of the tile opposite writes this one too
     product = tl.zeros((COLUMNS, COLUMNS), tl.float32)
     added = tl.zeros((ROWS, COLUMNS), tl.float32)
     for block in range(split, blocks, tl.num_programs(1)):
@@ -54,5 +56,7 @@ def _second_moments_kernel(
     mask = (left < channels)[:, None] & (right < channels)[None, :]
     out = second + split.to(tl.int64) * channels * channels
     tl.store(out + left[:, None] * channels + right[None, :], product, mask=mask)
-    if tile % tiles == 0:
+    if tile // tiles < tile % tiles:
+        tl.store(out + right[None, :] * channels + left[:, None], product, mask=mask)
+    if tile // tiles == tile % tiles:
         tl.store(total + split * channels + left, tl.sum(added, 0), mask=left < channels)

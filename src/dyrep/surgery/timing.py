@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import statistics
 import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from dyrep.surgery.preserve import Forward, preserved, run_batch
 from dyrep.surgery.targets import is_inside
 from dyrep.surgery.wrappers import bare
 
-WARMUP_PASSES = 3
-"""Passes before the first that counts: libraries choose algorithms, kernels are compiled."""
-
+_WARMUP = 3  # passes before the first that counts: libraries choose algorithms, kernels are compiled
 _SAME = 0.05  # times that differ by less than this share are taken for the same
 
 
@@ -40,8 +38,7 @@ class LayerTimes:
         branches: its branches.
         plain_ms: milliseconds that the plain convolution it folds into takes.
         ms: milliseconds by execution.
-        runs_as: what it really runs as if eager, fused or folded is asked for. ``"frozen"`` is a block that does not
-            look at the batch, and is one convolution anyway.
+        runs_as: what it really runs as, by execution; ``"frozen"``: as one convolution that depends on no batch.
         auto: what it runs as with ``"auto"``.
         reason: why that is.
     """
@@ -75,15 +72,14 @@ def measure_executions(
 
     The model is run once, in training mode and under whatever autocast is in force, to see what its blocks are given.
     What is timed are copies of them, so nothing about the model changes. A block inside a branch is timed with the one
-    around it; one that is called several times is timed on the input of its first call. Passes are launched one by one
-    from Python, which small layers on a GPU feel, unless a whole step is captured in a CUDA graph.
+    around it; one that is called several times, on the input of its first call. Small layers on a GPU take as long as
+    Python takes to launch them, which a step captured in a CUDA graph is spared.
 
     Args:
         model: a model with blocks.
         batch: a batch to train it on.
         forward: ``forward(model, batch)`` to run the model, as for `dyrep.expand_`.
-        executions: those to time, of `dyrep.EXECUTIONS`. Folded blocks measure σ on as many images, and in as many
-            steps, as they are set to, see `dyrep.set_execution_`.
+        executions: those to time, of `dyrep.EXECUTIONS`. How folded blocks measure σ is set by `dyrep.set_execution_`.
         repeats: how many passes to take the median of.
 
     Returns:
@@ -97,88 +93,66 @@ def measure_executions(
         >>> model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
         >>> _ = expand_(model, "0", ["1x1", "1xK"])
         >>> (times,) = measure_executions(model, torch.randn(2, 4, 8, 8), repeats=1)
-        >>> times.layer, times.branches, sorted(times.ms)
-        ('0', ('1x1', '1xK'), ['eager', 'folded', 'fused'])
-        >>> times.auto, times.reason
-        ('eager', 'not on a GPU: blocks run eagerly')
+        >>> times.layer, times.branches, sorted(times.ms), times.auto, times.reason
+        ('0', ('1x1', '1xK'), ['eager', 'folded', 'fused'], 'eager', 'not on a GPU: blocks run eagerly')
     """
     for name in executions:
         Execution(name)  # raises unless there is such a one
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise ConfigError(f"repeats={repeats!r}: must be a whole number of at least 1")
     model = bare(model)
-    seen = _inputs(model, batch, forward)
-    return [_measure(name, seen.pop(name), model.training, executions, repeats) for name in list(seen)]
+    inputs = _inputs(model, batch, forward)
+    return [_measure(model, name, inputs.pop(name), executions, repeats) for name in list(inputs)]
 
 
 def median_ms(run: Callable[[], Any], device: torch.device, repeats: int, calls: int = 1) -> float:
-    """Milliseconds that a function takes, as the median over some rounds of calls.
+    """Milliseconds that a function takes, as the median over rounds; a GPU is asked for its own times.
 
-    Args:
-        run: the function.
-        device: where it works; a GPU is asked for its own times.
-        repeats: rounds.
-        calls: how often it is called in a round, for functions that do not do the same every time.
+    A round can consist of several calls, for functions that do not do the same every time.
 
     Example:
         >>> median_ms(lambda: time.sleep(0.002), torch.device("cpu"), 3) >= 2
         True
     """
     on_gpu = device.type == "cuda"
-    with torch.cuda.device(device) if on_gpu else nullcontext():
-        marks = [_mark(on_gpu)]
-        for _ in range(repeats):
-            for _ in range(calls):
-                run()
-            marks.append(_mark(on_gpu))
-        if on_gpu:
-            marks[-1].synchronize()
-    spans = itertools.pairwise(marks)
-    times = [start.elapsed_time(end) if on_gpu else (end - start) * 1000 for start, end in spans]
-    return statistics.median(times) / calls
+
+    def mark() -> Any:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    marks = [mark()]
+    for _ in range(repeats):
+        for _ in range(calls):
+            run()
+        marks.append(mark())
+    if on_gpu:
+        marks[-1].synchronize()
+    spans = [a.elapsed_time(b) if on_gpu else (b - a) * 1000 for a, b in itertools.pairwise(marks)]
+    return statistics.median(spans) / calls
 
 
-def _mark(on_gpu: bool) -> Any:
-    """A point in time: of this process, or between the work that a GPU has been given before and after."""
-    if not on_gpu:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-class _Seen(NamedTuple):
-    """A block, and what the model gives it."""
-
-    block: RepConv
-    input: Tensor
-    needs_gradient: bool
-
-
-def _inputs(model: nn.Module, batch: Any, forward: Forward | None) -> dict[str, _Seen]:
-    """What the model gives to each of its blocks that are not part of another one, by name."""
-    blocks = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, RepConv) and (module.branches or module.origin_norm is not None)
-    }
-    if not blocks:
+def _inputs(model: nn.Module, batch: Any, forward: Forward | None) -> dict[str, Tensor]:
+    """What the model gives to each of its blocks that are not part of another one, and wants gradients for."""
+    grown = {name: m for name, m in model.named_modules() if isinstance(m, RepConv) and (m.branches or m.origin_norm)}
+    if not grown:
         raise DyRepError("the model has no blocks to time: expand some of its convolutions first, see dyrep.expand_")
-    outer = {name: block for name, block in blocks.items() if not any(is_inside(name, other) for other in blocks)}
-    seen: dict[str, _Seen] = {}
+    outer = {name: block for name, block in grown.items() if not any(is_inside(name, other) for other in grown)}
+    seen: dict[str, Tensor] = {}
 
-    def watch(name: str, block: RepConv) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Tensor = args[0] if args else kwargs["input"]
-            seen.setdefault(name, _Seen(block, x.detach(), x.requires_grad))
+    def see(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x: Tensor = args[0] if args else kwargs["input"]
+        seen.setdefault(name, x.detach().requires_grad_(x.requires_grad))
 
-        return block.register_forward_pre_hook(hook, with_kwargs=True)
-
-    handles = [watch(name, block) for name, block in outer.items()]
-    # whether an input needs a gradient is all that is wanted of the graph: it need not keep a single activation
-    nothing = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda nothing: nothing)
+    handles = [
+        block.register_forward_pre_hook(functools.partial(see, name), with_kwargs=True) for name, block in outer.items()
+    ]
+    # of the graph no more is needed than what wants gradients: it need not keep activations
+    forgetting = torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda nothing: nothing)
     try:
-        with preserved(model, training=True), nothing:
+        with preserved(model, training=True), forgetting:
             run_batch(model, batch, forward)
     finally:
         for handle in handles:
@@ -192,36 +166,35 @@ def _inputs(model: nn.Module, batch: Any, forward: Forward | None) -> dict[str, 
     return {name: seen[name] for name in outer}
 
 
-def _measure(name: str, seen: _Seen, was_training: bool, executions: Sequence[str], repeats: int) -> LayerTimes:
-    block = _copy(seen.block)
-    if not was_training:  # else some of its norms may be frozen, and stay so
+def _measure(model: nn.Module, name: str, x: Tensor, executions: Sequence[str], repeats: int) -> LayerTimes:
+    original = cast(RepConv, model.get_submodule(name))
+    block = _copy(original)
+    if not model.training:  # else some of its norms may be frozen, and stay so
         block.train()
-    x = block.geometry.branch_input(seen.input)
-    ways = {each: _way(block, x, each) for each in dict.fromkeys((*EXECUTIONS, *executions))}
-    auto, runs_as = ways["auto"], {each: way for each, way in ways.items() if each != "auto" or each in executions}
+    read = block.geometry.branch_input(x.detach())
+    runs_as = {execution: _way(block, read, execution) for execution in EXECUTIONS}
     times: dict[str, float] = {}
     running = "plain"
     try:
-        plain_ms = _time(block.fuse(), seen, repeats)
+        plain_ms = _time(block.fuse(), x, repeats)
         for running in executions:
             if runs_as[running] not in times:
-                calls = _run_as_(block, seen.block.execution, running, runs_as[running])
-                times[runs_as[running]] = _time(block, seen, repeats, calls)
+                calls = _run_as_(block, original.execution, running, runs_as[running])
+                times[runs_as[running]] = _time(block, x, repeats, calls)
     except torch.OutOfMemoryError as error:
-        text = f"layer {name!r} does not fit into memory when it is run {running}: use a smaller batch"
-        raise DyRepError(text) from error
-    shape, branches = tuple(seen.input.shape), tuple(block.branches)
-    found, reason = {each: times[runs_as[each]] for each in executions}, _reason(block, x, auto, times)
-    return LayerTimes(name, shape, branches, plain_ms, found, runs_as, auto, reason)
+        raise DyRepError(f"layer {name!r}, run {running}, does not fit into memory: use a smaller batch") from error
+    ms = {execution: times[runs_as[execution]] for execution in executions}
+    reason = _reason(block, read, runs_as["auto"], times)
+    return LayerTimes(name, tuple(x.shape), tuple(block.branches), plain_ms, ms, runs_as, runs_as["auto"], reason)
 
 
 def _copy(block: RepConv) -> RepConv:
-    """A block of its own with the same values: no hooks of others, but the same process group."""
+    """A block with the same values, without the hooks of others."""
     memo: dict[int, Any] = {}
     for module in block.modules():
         memo.update((id(hooks), OrderedDict()) for key, hooks in vars(module).items() if "_hooks" in key)
         group = getattr(module, "process_group", None)
-        memo[id(group)] = group
+        memo[id(group)] = group  # which cannot be copied
     return copy.deepcopy(block, memo)
 
 
@@ -248,9 +221,8 @@ def _reason(block: RepConv, x: Tensor, auto: str, times: dict[str, float]) -> st
     if not {"eager", "fused"} <= times.keys():
         return "exact"
     gain = times["eager"] / times["fused"]
-    if abs(gain - 1) < _SAME:
-        return "exact, and as fast as eager here"
-    return f"exact, and {gain:.1f} x faster than eager here" if gain > 1 else f"exact, but {1 / gain:.1f} x slower here"
+    faster = f"and {gain:.2g} x faster than" if gain > 1 else f"but {1 / gain:.2g} x slower than"
+    return f"exact, {'and as fast as' if abs(gain - 1) < _SAME else faster} eager here"
 
 
 def _run_as_(block: RepConv, settings: Execution, execution: str, way: str) -> int:
@@ -264,9 +236,8 @@ def _run_as_(block: RepConv, settings: Execution, execution: str, way: str) -> i
     return clock.every
 
 
-def _time(module: nn.Module, seen: _Seen, repeats: int, calls: int = 1) -> float:
+def _time(module: nn.Module, x: Tensor, repeats: int, calls: int = 1) -> float:
     """Milliseconds of a pass forward and backward."""
-    x = seen.input.detach().requires_grad_(seen.needs_gradient)
     wanted = [p for p in (x, *module.parameters()) if p.requires_grad]
     gradient = torch.ones_like(module(x))
 
@@ -277,6 +248,6 @@ def _time(module: nn.Module, seen: _Seen, repeats: int, calls: int = 1) -> float
             with torch.autocast(x.device.type, enabled=False):
                 torch.autograd.grad(y, wanted, gradient, allow_unused=True)
 
-    for _ in range(WARMUP_PASSES * calls):
+    for _ in range(_WARMUP * calls):
         run()
     return median_ms(run, x.device, repeats, calls)
