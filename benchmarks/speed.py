@@ -86,10 +86,10 @@ def default_modes(case: str, arm: str, device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return ("eager",)
     if arm == "plain":
-        return MODES
-    if case == "vgg16":
-        return ("eager", "graph")
-    return {"published": ("eager",), "eager": ("graph",)}.get(arm, ("graph", "compiled+graph"))
+        return FAST
+    if case == "vgg16" or arm == "eager":
+        return ("graph",)
+    return ("eager",) if arm == "published" else ("graph", "compiled+graph")
 
 
 def expanded_layers(case: Case) -> list[str]:

@@ -144,10 +144,8 @@ def speed_table() -> str:
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(worked, key=lambda row: -row["ms"]):
         best[row["case"], row["arm"]] = row
-    lines = [
-        "| network | blocks | ms per step | × plain | peak memory, GiB | × plain | step |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    heads = ("network", "blocks", "ms per step", "× plain", "peak memory, GiB", "× plain", "step")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case, network in CASES.items():
         plain = best["resnet18" if case == "resnet18-evolved" else case, "plain"]
         for arm, words in ARMS.items():
