@@ -193,7 +193,8 @@ class _Sum:
             else algebra.pad_kernel(part.kernel, g.kernel_size, part.tap)
             for part in parts.values()
         ]
-        for (branch, part), statistics in zip(parts.items(), _Moments(seen, g.in_channels * g.taps).of(full), strict=True):
+        found = _Moments(seen, g.in_channels * g.taps).of(full)
+        for (branch, part), statistics in zip(parts.items(), found, strict=True):
             self._fold(branch, part, *statistics)
 
     def _fold(self, branch: Branch, part: Part | None, mean: Tensor, var: Tensor) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from dyrep.kernels.availability import operator, runs_triton
 
-
 ALIGNED = 32
 """Memory is read and written fast where every row begins at a multiple of this many numbers."""
 
