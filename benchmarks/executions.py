@@ -14,7 +14,7 @@ import json
 import statistics
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -121,7 +121,7 @@ def main() -> None:
     wanted = [(arm, seed) for seed in range(given.seeds) for arm in given.arms if not results.has(arm, seed)]
     with ThreadPoolExecutor(given.workers) as pool:
         jobs = [pool.submit(train, arm, seed, given.epochs, given) for arm, seed in wanted]
-        for job in jobs:
+        for job in as_completed(jobs):
             run = job.result()
             if given.workers > 1:
                 del run["epoch_seconds"]
