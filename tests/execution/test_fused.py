@@ -253,7 +253,7 @@ def test_a_first_convolution_runs_no_branch_at_all(monkeypatch):
     calls = Calls(monkeypatch)
     fused.forward(block.train(), x)
     assert calls.convolutions == 1
-    assert 3 * 9 in calls.moments  # of whole patches
+    assert max(calls.moments) >= 3 * 9  # of whole patches
 
 
 def test_a_first_convolution_with_large_patches_runs_its_branches(monkeypatch):

@@ -81,6 +81,13 @@ def agree(
     return grads
 
 
+def in_both_layouts(shapes: Sequence[tuple[int, ...]]) -> pytest.MarkDecorator:
+    """Every shape, in the one or two layouts that it has."""
+    cases = [(shape, inner) for shape in shapes for inner in (False, True) if len(shape) > 3 or not inner]
+    ids = ["x".join(map(str, shape)) + " channels_last" * inner for shape, inner in cases]
+    return pytest.mark.parametrize(("shape", "inner"), cases, ids=ids)
+
+
 def over_channels(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(1, -1, *(1,) * (like.dim() - 2))
 

@@ -85,22 +85,23 @@ def check(
 @both_layouts
 @pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
 def test_kernel_and_all_gradients_are_those_of_the_formula(setting, inner, invariant):
-    parts = all_kinds(setting, (5, 3), (3, 3), invariant=invariant, inner=inner)
-    base = setting.randn(5, 3, 3, 3, inner=inner)
+    parts = all_kinds(setting, (6, 3), (3, 3), invariant=invariant, inner=inner)
+    base = setting.randn(6, 3, 3, 3, inner=inner)
     check(setting, base, parts, (3, 3), identity_tap=(1, 1))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 def test_any_size_can_be_assembled(single, size):
     tap = (size[0] - 1, size[1] // 2)
-    check(single, single.randn(4, 3, *size), all_kinds(single, (4, 3), size), size, tap)
+    check(single, single.randn(4, 2, *size), all_kinds(single, (4, 2), size), size, tap)
 
 
 @both_layouts
 @pytest.mark.parametrize("channels", [(1, 1), (2, 70), (17, 1), (6, 3)], ids=str)
 def test_any_number_of_channels_and_groups_can_be_assembled(single, channels, inner):
     parts = all_kinds(single, channels, (3, 3), inner=inner)[:3]
-    check(single, single.randn(*channels, 3, 3, inner=inner), parts, (3, 3), (1, 1))
+    square = channels[0] % channels[1] == 0  # otherwise there is no identity
+    check(single, single.randn(*channels, 3, 3, inner=inner), parts, (3, 3), (1, 1) if square else None)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
@@ -113,10 +114,10 @@ def test_identity_is_that_of_a_convolution_with_groups(single, groups):
 
 
 def test_base_and_identity_can_be_left_out(single):
-    parts = all_kinds(single, (3, 2), (3, 3))[:3]
+    parts = all_kinds(single, (4, 2), (3, 3))[:3]
     check(single, None, parts, (3, 3))
     check(single, None, parts, (3, 3), (1, 2))
-    check(single, single.randn(3, 2, 3, 3), parts, (3, 3))
+    check(single, single.randn(4, 2, 3, 3), parts, (3, 3))
 
 
 def test_there_can_be_many_parts_and_only_some_of_them_invariant(single):
@@ -155,15 +156,15 @@ def test_an_invariant_part_may_have_no_direction_to_change(single, value, inputs
 
 
 def test_the_result_may_be_narrower_than_what_it_consists_of(single):
-    parts = all_kinds(single, (5, 3), (3, 3))
-    grads = check(single, single.randn(5, 3, 3, 3), parts, (3, 3), (1, 1), tolerance=2e-2, dtype=torch.bfloat16)
+    parts = all_kinds(single, (6, 3), (3, 3))
+    grads = check(single, single.randn(6, 3, 3, 3), parts, (3, 3), (1, 1), tolerance=2e-2, dtype=torch.bfloat16)
     assert all(grad.dtype == torch.float32 for grad in grads)
 
 
 def test_parts_may_differ_in_dtype(single):
     half = single._replace(dtype=torch.bfloat16)
-    parts = [*all_kinds(half, (5, 3), (3, 3))[:2], *all_kinds(single, (5, 3), (3, 3))[2:]]
-    check(single, half.randn(5, 3, 3, 3), parts, (3, 3), (1, 1), tolerance=2e-2)
+    parts = [*all_kinds(half, (6, 3), (3, 3))[:2], *all_kinds(single, (6, 3), (3, 3))[2:]]
+    check(single, half.randn(6, 3, 3, 3), parts, (3, 3), (1, 1), tolerance=2e-2)
 
 
 @both_layouts
@@ -194,11 +195,11 @@ def test_the_gradient_may_lie_in_memory_as_it_likes(single):
             close(grad, other, 1e-5)
 
 
-def test_two_calls_give_the_same_bits(setting):
-    parts, scales = all_kinds(setting, (3, 3), (3, 3), invariant=True)[:4], setting.wide.randn(4, 3)
+def test_two_calls_give_the_same_bits(single):
+    parts, scales = all_kinds(single, (3, 3), (3, 3), invariant=True)[:4], single.randn(4, 3)
     results = []
     for _ in range(2):
-        out = assemble(None, parts, scales, size=(3, 3), dtype=setting.dtype)
+        out = assemble(None, parts, scales, size=(3, 3), dtype=single.dtype)
         results.append([out, *torch.autograd.grad(out.square().sum(), [part.kernel for part in parts] + [scales])])
     assert all(torch.equal(first, second) for first, second in zip(*results, strict=True))
 
@@ -256,8 +257,8 @@ def test_many_input_channels_are_assembled_in_blocks(triton_only, monkeypatch, i
     from dyrep.kernels import assembling_triton
 
     monkeypatch.setattr(assembling_triton, "_TILE", 64)
-    parts = all_kinds(triton_only, (3, 9), (3, 3), inner=inner)
-    check(triton_only, triton_only.randn(3, 9, 3, 3, inner=inner), parts, (3, 3), (1, 1))
+    parts = all_kinds(triton_only, (9, 9), (3, 3), inner=inner)[:3]
+    check(triton_only, triton_only.randn(9, 9, 3, 3, inner=inner), parts, (3, 3), (1, 1))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +268,6 @@ def test_many_input_channels_are_assembled_in_blocks(triton_only, monkeypatch, i
         ((4, 1025, 3, 3), False),
         ((4, 64, 15, 15), True),
         ((4, 65, 15, 15), False),
-        ((4, 1, 16, 1), False),
         ((4, 16384, 1, 1), True),
         ((4, 16385, 1, 1), False),
     ],
@@ -279,44 +279,45 @@ def test_an_output_channel_fits_one_program_up_to_a_size(triton_only, shape, exp
     assert assembling_triton.fits(torch.empty(shape, device="meta")) == expected
 
 
-@pytest.mark.parametrize(("channels", "size"), [((2, 1030), (3, 3)), ((2, 3), (16, 1))], ids=["channels", "taps"])
-def test_what_does_not_fit_gets_its_gradients_from_pytorch(triton_only, monkeypatch, channels, size):
+def test_what_does_not_fit_gets_its_gradients_from_pytorch(triton_only, monkeypatch):
     from dyrep.kernels import assembling_triton
 
     monkeypatch.delattr(assembling_triton, "backward")
-    parts = all_kinds(triton_only, channels, size, invariant=True)[:3]
-    check(triton_only, triton_only.randn(*channels, *size), parts, size, (1, 0))
+    parts = all_kinds(triton_only, (2, 1030), (3, 3), invariant=True)[:3]
+    check(triton_only, triton_only.randn(2, 1030, 3, 3), parts, (3, 3))
 
 
 def test_double_precision_is_kept_where_kernels_would_not(triton_only):
     exact = triton_only._replace(dtype=torch.float64)
-    check(exact, exact.randn(5, 3, 3, 3), all_kinds(exact, (5, 3), (3, 3), invariant=True), (3, 3), (1, 1))
+    check(exact, exact.randn(6, 3, 3, 3), all_kinds(exact, (6, 3), (3, 3), invariant=True), (3, 3), (1, 1))
 
 
 @both_layouts
 @pytest.mark.parametrize("based", [False, True], ids=["no base", "base"])
 def test_the_operator_is_registered_as_pytorch_wants_it(inner, based):
     setting = Setting("cpu", torch.float32)
-    kernels = [setting.randn(4, 3, 1, 1, inner=inner), setting.randn(4, 3, 3, 3, inner=inner)]
-    base, identity = (setting.randn(4, 3, 3, 3, inner=inner), setting.randn(4)) if based else (None, None)
+    kernels = [setting.randn(4, 2, 1, 1, inner=inner), setting.randn(4, 2, 3, 3, inner=inner)]
+    base, identity = (setting.randn(4, 2, 3, 3, inner=inner), setting.randn(4)) if based else (None, None)
     places = [1, 1, 0, 0, 0, 0, 0, 1]
     arguments = (base, kernels, setting.randn(2, 4), places, identity, [1, 1], [3, 3], torch.bfloat16)
     torch.library.opcheck(torch.ops.dyrep.assemble.default, arguments, test_utils=OPCHECKS)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    channels=st.tuples(st.integers(1, 7), st.integers(2, 20)),
+    groups=st.integers(1, 3),
+    inputs=st.integers(2, 6),
     size=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     inner=st.booleans(),
     invariant=st.booleans(),
     tile=st.sampled_from([16, 128, 8192]),
     data=st.data(),
 )
-def test_sweep_of_kernels_and_places(triton_only, channels, size, inner, invariant, tile, data):
+def test_sweep_of_kernels_and_places(triton_only, groups, inputs, size, inner, invariant, tile, data):
     from dyrep.kernels import assembling_triton
 
+    channels = (groups * inputs, inputs)
     parts = all_kinds(triton_only, channels, size, inner=inner, invariant=invariant)[:2]
     for _ in range(2):
         own = tuple(data.draw(st.integers(1, n)) for n in size)

@@ -9,6 +9,7 @@ from kernel_helpers import OPCHECKS, Setting, both_layouts
 from torch import Tensor
 
 from dyrep.kernels import patches
+from dyrep.kernels.patching import ALIGNED
 
 Pair = tuple[int, int]
 GEOMETRIES = {  # kernel, stride, padding, dilation
@@ -30,7 +31,8 @@ def formula(x: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
             rows = slice(row, row + stride[0] * (height - 1) + 1, stride[0])
             columns = slice(column, column + stride[1] * (width - 1) + 1, stride[1])
             taps.append(padded[:, :, rows, columns])
-    return torch.stack(taps, 2).flatten(1, 2)
+    seen = torch.stack(taps, 2).flatten(1, 2)
+    return F.pad(seen, (0, 0, 0, 0, 0, -seen.shape[1] % ALIGNED))
 
 
 @both_layouts
@@ -48,14 +50,17 @@ def test_patches_of_any_shape(setting, shape):
     assert torch.equal(out, formula(x, *GEOMETRIES["3x3"]))
 
 
-def test_channels_are_innermost_in_memory(single):
-    assert patches(single.randn(2, 3, 9, 7), *GEOMETRIES["3x3"]).is_contiguous(memory_format=torch.channels_last)
+def test_channels_are_innermost_in_memory_and_aligned(single):
+    seen = patches(single.randn(2, 3, 9, 7), *GEOMETRIES["3x3"])
+    assert seen.is_contiguous(memory_format=torch.channels_last)
+    assert seen.shape == (2, 32, 9, 7)
+    assert not seen[:, 27:].any()
 
 
 def test_a_kernel_over_patches_is_a_convolution(single):
     x, weight = single.randn(2, 3, 9, 7, grad=False), single.randn(4, 3, 7, 7, grad=False)
     kernel, stride, padding, dilation = GEOMETRIES["7x7 of a stem"]
-    seen = patches(x, kernel, stride, padding, dilation)
+    seen = patches(x, kernel, stride, padding, dilation)[:, : 3 * 7 * 7]
     y = torch.einsum("oi,bihw->bohw", weight.flatten(1).double(), seen.double())
     torch.testing.assert_close(y, F.conv2d(x.double(), weight.double(), None, stride, padding, dilation))
 

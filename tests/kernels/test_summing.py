@@ -6,14 +6,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_helpers import OPCHECKS, Setting, agree, both_layouts, close, over_channels, with_and_without_shift
+from kernel_helpers import (
+    OPCHECKS,
+    Setting,
+    agree,
+    both_layouts,
+    close,
+    in_both_layouts,
+    over_channels,
+    with_and_without_shift,
+)
 from torch import Tensor
 
 from dyrep.kernels import normalised_sum, statistics
 
 EPS = 1e-5
 SHAPES = [(1, 70, 3, 3), (4, 16, 1, 1), (2, 1, 5, 4), (1, 2, 33, 40), (5, 3), (3, 9, 11), (5, 3, 1), (2, 3, 2, 3, 4)]
-every_shape = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
 with_and_without_base = pytest.mark.parametrize("based", [False, True], ids=["no base", "base"])
 
 
@@ -64,18 +72,17 @@ def check_statistics(terms: list[Tensor], tolerance: float) -> None:
 @with_and_without_shift
 @with_and_without_base
 def test_sum_and_all_gradients_are_those_of_the_formula(setting, inner, shift, based):
-    terms = [setting.randn(3, 5, 7, 6, inner=inner, mean=0.5) for _ in range(3)]
-    base = setting.randn(3, 5, 7, 6, inner=inner) if based else None
+    terms = [setting.randn(2, 5, 7, 6, inner=inner, mean=0.5) for _ in range(3)]
+    base = setting.randn(2, 5, 7, 6, inner=inner) if based else None
     check_sum(base, terms, *parameters(setting, 3, 5, shift), setting.tolerance)
 
 
 @both_layouts
 def test_statistics_and_their_gradients_are_those_of_the_formula(setting, inner):
-    check_statistics([setting.randn(3, 5, 7, 6, inner=inner, mean=0.5) for _ in range(3)], setting.tolerance)
+    check_statistics([setting.randn(2, 5, 7, 6, inner=inner, mean=0.5) for _ in range(3)], setting.tolerance)
 
 
-@every_shape
-@both_layouts
+@in_both_layouts(SHAPES)
 def test_any_shape_can_be_summed(single, shape, inner):
     terms = [single.randn(*shape, inner=inner, mean=0.5) for _ in range(2)]
     base = single.randn(*shape, inner=inner)
@@ -85,20 +92,21 @@ def test_any_shape_can_be_summed(single, shape, inner):
 
 
 @with_and_without_shift
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize("count", [1, 7, 9])
 def test_there_can_be_one_term_or_many(single, count, shift):
-    terms = [single.randn(2, 3, 4, 5) for _ in range(count)]
+    terms = [single.randn(1, 3, 4, 5) for _ in range(count)]
     check_sum(None, terms, *parameters(single, count, 3, shift), 1e-5)
-    check_statistics(terms, 1e-5)
 
 
 @both_layouts
-@pytest.mark.parametrize("shape", [(9, 3, 2, 1), (2, 3, 5, 9), (3, 9, 5)], ids=["images", "positions", "1-d"])
-def test_rows_can_be_shared_out_between_programs_unevenly(triton_only, monkeypatch, shape, inner):
+@pytest.mark.parametrize(
+    ("shape", "tile"), [((5, 3, 2, 1), 64), ((2, 1, 33, 33), 512), ((3, 9, 5), 64)], ids=["images", "positions", "1-d"]
+)
+def test_rows_can_be_shared_out_between_programs_unevenly(triton_only, monkeypatch, shape, tile, inner):
     from dyrep.kernels import summing_triton
 
-    monkeypatch.setattr(summing_triton, "_PROGRAMS", 4)
-    monkeypatch.setattr(summing_triton, "_TILE", 32)
+    monkeypatch.setattr(summing_triton, "_PROGRAMS", 2)
+    monkeypatch.setattr(summing_triton, "_TILE", tile)
     terms = [triton_only.randn(*shape, inner=inner, mean=0.5) for _ in range(2)]
     check_sum(terms[1], terms, *parameters(triton_only, 2, shape[1], shift=True), 3e-5)
 
@@ -169,9 +177,9 @@ def test_a_constant_channel_is_divided_by_the_root_of_eps(single):
 
 
 @with_and_without_shift
-def test_two_calls_give_the_same_bits(setting, shift):
-    terms = [setting.randn(3, 5, 7, 6) for _ in range(3)]
-    gamma, beta = parameters(setting, 3, 5, shift)
+def test_two_calls_give_the_same_bits(single, shift):
+    terms = [single.randn(2, 5, 7, 6) for _ in range(2)]
+    gamma, beta = parameters(single, 2, 5, shift)
     along = torch.randn_like(terms[0])
     inputs = [*terms, gamma] if beta is None else [*terms, gamma, beta]
 
@@ -254,7 +262,7 @@ def test_the_operator_of_statistics_is_registered_as_pytorch_wants_it(inner, dty
     shape=st.lists(st.integers(1, 6), min_size=2, max_size=4).map(lambda size: (size[0] + 1, *size[1:], 3)),
     terms=st.integers(1, 4),
     programs=st.integers(1, 9),
-    tile=st.sampled_from([32, 128, 2048]),
+    tile=st.sampled_from([64, 256, 2048]),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
 )
 def test_sweep_of_shapes_and_tiles(triton_only, shape, terms, programs, tile, flags):

@@ -37,9 +37,10 @@ def bench_model(
         raise ConfigError(f"--json {file} is a folder; name a file")
     bench = Bench(settings)
     settings = bench.settings
-    images = f"{settings.batch} images of {settings.size}x{settings.size}"
+    images = f"{_count(settings.batch, 'image')} of {settings.size}x{settings.size}"
     print(f"{settings.model}, {images}, {settings.precision} on {settings.device}: {hardware()}")
-    print(f"{len(bench.branches)} blocks with {sum(map(len, bench.branches.values()))} branches\n", flush=True)
+    count = sum(map(len, bench.branches.values()))
+    print(f"{_count(len(bench.branches), 'block')} with {_count(count, 'branch', 'es')}\n", flush=True)
     rows: list[StepTime] = []
     for row in bench.steps():  # each is shown as soon as it is there: on a CPU they take their time
         if not rows:
@@ -63,23 +64,24 @@ def verdict(rows: Sequence[StepTime], layers: Sequence[LayerTimes], settings: Be
     auto, folded = step["fused" if on_gpu else "eager"], step["folded"]
     text = _choice(layers) if on_gpu else "On this CPU auto runs blocks eagerly: what is fused are kernels of a GPU"
     if auto.ms is None:
-        text += f". How long a step then takes is not known: {auto.error}"
+        text += ". How long a step then takes could not be measured"
     else:
         eager = f", run eagerly {_times(step['eager'])}" if on_gpu and step["eager"].ms is not None else ""
         text += f". A training step then takes {_times(auto)}{eager}"
     if folded.ms is None:
-        return f"{text}. Folded could not be timed: {folded.error}."
+        return f"{text}. What folding would save could not be measured."
     saved = 0 if auto.ms is None else 1 - folded.ms / auto.ms
-    gain = f"would save {saved:.0%} of that" if saved > _LITTLE else "would not be faster here"
-    seen = min(settings.images, settings.batch)
-    return (
-        f"{text}. Folded {gain} ({_times(folded)}), but it is not exact: it estimates σ, here on {seen} of "
-        f"{settings.batch} images."
+    gain = (
+        f"would save {saved:.0%} of that ({_times(folded)}), but" if saved > _LITTLE else f"takes {_times(folded)}, and"
     )
+    seen = f"{min(settings.images, settings.batch)} of {_count(settings.batch, 'image')}"
+    return f"{text}. Folded {gain} is not exact: it estimates σ, here from {seen}."
 
 
 def _choice(layers: Sequence[LayerTimes]) -> str:
     """What ``auto`` chooses for these layers, and why."""
+    if not layers:
+        return "auto runs blocks fused where they can be, and else eagerly"
     ways = Counter(layer.auto for layer in layers)
     reasons = "; ".join(sorted({layer.reason for layer in layers if layer.auto == "eager"}))
     if not ways["eager"]:
@@ -87,6 +89,10 @@ def _choice(layers: Sequence[LayerTimes]) -> str:
     if not ways["fused"]:
         return f"auto runs all blocks eagerly ({reasons})"
     return f"auto runs {ways['fused']} of {len(layers)} blocks fused, and the others eagerly ({reasons})"
+
+
+def _count(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{plural if number != 1 else ''}"
 
 
 def _times(row: StepTime) -> str:
@@ -97,7 +103,7 @@ def _layers(bench: Bench, timed: bool) -> tuple[list[LayerTimes], str]:
     """The layers, or why there are none."""
     try:
         return bench.layers(timed), ""
-    except (DyRepError, RuntimeError) as error:
+    except (DyRepError, RuntimeError) as error:  # a step that does not fit has been told of already
         return [], f"layers could not be timed: {(str(error).splitlines() or [type(error).__name__])[0]}"
 
 
@@ -106,7 +112,8 @@ def _step(row: StepTime) -> str:
         return f"{row.arm:14}  {row.error}"
     figures = [row.ms, row.ratio, *([] if row.peak_gib is None else [row.peak_gib, row.memory_ratio])]
     text = "".join(f"{'-':>9}" if value is None else f"{value:9.2f}" for value in figures)
-    how = f"the same as {row.same_as} on a CPU" if row.same_as else "in a CUDA graph" if row.graph else ""
+    graph = "in a CUDA graph" if row.graph else "without a graph, which is no faster"
+    how = f"the same as {row.same_as} on a CPU" if row.same_as else "" if row.peak_gib is None else graph
     return f"{row.arm:14}{text}  {how}".rstrip()
 
 

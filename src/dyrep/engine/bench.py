@@ -63,14 +63,6 @@ class BenchSettings:
     steps: int = 10
     images: int = 16
 
-    def __post_init__(self) -> None:
-        for name in ("size", "batch", "steps", "images"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        for branch in self.branches:
-            if not is_branch(branch):
-                raise ConfigError(f"unknown branch {branch!r}; valid are {branch_list()}")
-
 
 @dataclass(frozen=True)
 class StepTime:
@@ -109,7 +101,7 @@ class Bench:
         branches: the branches of every convolution that gets some.
 
     Raises:
-        ConfigError: there is no such model or device, it cannot be trained like this, or nothing in it can grow.
+        ConfigError: a value is not valid, the model cannot be trained like this, or nothing in it can grow.
 
     Example:
         >>> bench = Bench(BenchSettings("small_vgg", size=8, batch=2, device="cpu", steps=1))
@@ -118,6 +110,12 @@ class Bench:
     """
 
     def __init__(self, settings: BenchSettings) -> None:
+        for name in ("size", "batch", "steps", "images"):
+            if getattr(settings, name) < 1:
+                raise ConfigError(f"{name}={getattr(settings, name)!r}: must be at least 1")
+        unknown = [branch for branch in settings.branches if not is_branch(branch)]
+        if unknown:
+            raise ConfigError(f"unknown branch {unknown[0]!r}; valid are {branch_list()}")
         self._device = pick_device(settings.device)
         self.on_gpu = self._device.type == "cuda"
         self._recipe = Recipe(method="origin", model=settings.model, lr=1e-3, precision=settings.precision)

@@ -118,16 +118,16 @@ def _(
 
 @operator(
     "assemble_backward",
-    "(Tensor grad, Tensor[] kernels, Tensor scales, int[] places, int[] tap) -> (Tensor[], Tensor, Tensor)",
+    "(Tensor grad, Tensor[] kernels, Tensor scales, int[] places) -> (Tensor[], Tensor)",
 )
 def _assemble_backward(
-    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], tap: list[int]
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Gradients of the kernels, of their scales and of the identity's scale."""
+    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]
+) -> tuple[list[Tensor], Tensor]:
+    """Gradients of the kernels and of their scales."""
     if _by_triton(grad, *kernels, scales):
         from dyrep.kernels import assembling_triton
 
-        return assembling_triton.backward(grad, kernels, scales, places, tap)
+        return assembling_triton.backward(grad, kernels, scales, places)
     wide = grad.to(scales.dtype)
     grads, along = [], []
     for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
@@ -142,24 +142,19 @@ def _assemble_backward(
             change = change - (scale * s / length.clamp(min=1e-30))[:, None, None, None] * w
         grads.append(torch.empty_like(kernel).copy_(change))
         along.append(s)
-    rows = torch.arange(grad.shape[0], device=grad.device)
-    diagonal = wide[rows, rows % grad.shape[1], tap[0], tap[1]]
-    return grads, torch.stack(along) if along else torch.empty_like(scales), diagonal
+    return grads, torch.stack(along) if along else torch.empty_like(scales)
 
 
 @_assemble_backward.register_fake
-def _(
-    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], tap: list[int]
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    diagonal = torch.empty(grad.shape[0], dtype=scales.dtype, device=grad.device)
-    return [torch.empty_like(kernel) for kernel in kernels], torch.empty_like(scales), diagonal
+def _(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]) -> tuple[list[Tensor], Tensor]:
+    return [torch.empty_like(kernel) for kernel in kernels], torch.empty_like(scales)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     base, kernels, scales, ctx.places, identity, ctx.tap, _, _ = inputs
     ctx.save_for_backward(*kernels, scales)
     ctx.base_dtype = None if base is None else base.dtype
-    ctx.has_identity = identity is not None
+    ctx.identity_dtype = None if identity is None else identity.dtype
     ctx.memory_format = memory_format_of(output)
 
 
@@ -167,9 +162,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *kernels, scales = ctx.saved_tensors
     grad = grad.contiguous(memory_format=ctx.memory_format)
     along_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
-    grads, along_scales, diagonal = _assemble_backward(grad, kernels, scales, ctx.places, ctx.tap)
-    identity = diagonal if ctx.has_identity else None
-    return along_base, grads, along_scales, None, identity, None, None, None
+    grads, along_scales = _assemble_backward(grad, kernels, scales, ctx.places)
+    along_identity = None
+    if ctx.identity_dtype is not None:
+        inputs = grad.shape[1]
+        blocks = grad[:, :, ctx.tap[0], ctx.tap[1]].reshape(-1, inputs, inputs)  # one for each group
+        along_identity = blocks.diagonal(dim1=1, dim2=2).reshape(-1).to(ctx.identity_dtype)
+    return along_base, grads, along_scales, None, along_identity, None, None, None
 
 
 _assemble.register_autograd(_backward, setup_context=_remember)

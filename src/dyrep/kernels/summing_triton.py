@@ -17,6 +17,10 @@ from dyrep.kernels.availability import Layout, layout_of, next_power_of_two
 
 _PROGRAMS = 512  # enough to fill a large GPU several times over
 _TILE = 2048  # elements that one program holds of a tensor at a time
+_SLOTS = 8
+_FINISH = (64, 32)  # rows and columns of the kernels that add partial sums up
+# numbers whose value tells a compiler nothing of use: without this it would compile for ones and multiples of 16 apart
+_ANY = ["images", "positions", "images_each", "positions_each", "chunks", "count", "size", "eps", "share"]
 
 
 def statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -26,15 +30,15 @@ def statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
     split = _split(layout, rows, columns)
     like: dict[str, Any] = {"device": terms[0].device, "dtype": torch.float32}
     partial = torch.empty(len(terms), 2, split.chunks, layout.channels, **like)
-    mean = torch.empty(len(terms), layout.channels, **like)
-    var = torch.empty_like(mean)
+    pivots, mean, var = (torch.empty(len(terms), layout.channels, **like) for _ in range(3))
     grid = (split.chunks, triton.cdiv(layout.channels, columns))
-    _statistics_kernel[grid](tuple(terms), partial, *layout, *split.per_chunk, split.chunks, len(terms), rows, columns)
-    wide = min(next_power_of_two(layout.channels), 32)
-    _finish_statistics_kernel[(len(terms), triton.cdiv(layout.channels, wide))](
-        tuple(terms), partial, mean, var, layout.channels, layout.channel_stride, split.chunks,
-        float(layout.images * layout.positions), len(terms), 64, wide,
+    _statistics_kernel[grid](
+        _filled(terms, len(terms)), pivots, partial, *layout, *split.per_chunk, split.chunks, len(terms),
+        _slots(len(terms)), rows, columns,
     )  # fmt: skip
+    _finish_statistics_kernel[(len(terms), triton.cdiv(layout.channels, _FINISH[1]))](
+        pivots, partial, mean, var, layout.channels, split.chunks, float(layout.images * layout.positions), *_FINISH
+    )
     return mean, var
 
 
@@ -62,16 +66,17 @@ def backward(
     rows, columns = _tile(layout)
     split = _split(layout, rows, columns)
     like: dict[str, Any] = {"device": grad.device, "dtype": torch.float32}
-    partial = torch.empty(len(terms) + 1, split.chunks, layout.channels, **like)
+    sums_wanted = len(terms) + shift
+    partial = torch.empty(sums_wanted, split.chunks, layout.channels, **like)
     sums = torch.empty(len(terms) + 1, layout.channels, **like)
     along_gamma = torch.empty_like(mean)
     grid = (split.chunks, triton.cdiv(layout.channels, columns))
     _reduce_kernel[grid](
-        grad, tuple(terms), mean, partial, *layout, *split.per_chunk, split.chunks, shift, len(terms), rows, columns
-    )
-    wide = min(next_power_of_two(layout.channels), 32)
-    _finish_reduce_kernel[(len(terms) + 1, triton.cdiv(layout.channels, wide))](
-        partial, var, sums, along_gamma, eps, layout.channels, split.chunks, shift, len(terms), 64, wide
+        grad, _filled(terms, sums_wanted), mean, partial, *layout, *split.per_chunk, split.chunks, len(terms),
+        shift, _slots(sums_wanted), rows, columns,
+    )  # fmt: skip
+    _finish_reduce_kernel[(sums_wanted, triton.cdiv(layout.channels, _FINISH[1]))](
+        partial, var, sums, along_gamma, eps, layout.channels, split.chunks, len(terms), *_FINISH
     )
     grads = [torch.empty_like(term) for term in terms]
     grid = (layout.images * triton.cdiv(layout.positions, rows), triton.cdiv(layout.channels, columns))
@@ -87,6 +92,16 @@ def plain_sum(tensors: list[Tensor]) -> Tensor:
     out = torch.empty_like(tensors[0])
     _plain_sum_kernel[(triton.cdiv(out.numel(), _TILE),)](tuple(tensors), out, out.numel(), len(tensors), _TILE)
     return out
+
+
+def _slots(count: int) -> int:
+    """Terms that a kernel is compiled for: few different numbers, so that it need not be for every structure."""
+    return -(-count // _SLOTS) * _SLOTS
+
+
+def _filled(terms: list[Tensor], count: int) -> tuple[Tensor, ...]:
+    """Terms for all slots; the surplus is not read."""
+    return tuple(terms + [terms[0]] * (_slots(count) - len(terms)))
 
 
 class _Split:
@@ -110,16 +125,16 @@ def _split(layout: Layout, rows: int, columns: int) -> _Split:
 def _tile(layout: Layout) -> tuple[int, int]:
     """Rows (positions) and columns (channels) of a tile: long along what is contiguous in memory."""
     if layout.channels_inner:
-        columns = min(next_power_of_two(layout.channels), 64)
-        return max(min(_TILE // columns, next_power_of_two(layout.positions)), 1), columns
+        columns = min(max(next_power_of_two(layout.channels), 16), 64)
+        return _TILE // columns, columns
     rows = min(next_power_of_two(layout.positions), 1024)
     return rows, max(min(_TILE // rows, next_power_of_two(layout.channels), 8), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _statistics_kernel(
-    terms, partial, images, positions, channels, image_stride, position_stride, channel_stride,
-    images_each, positions_each, chunks,
+    terms, pivots, partial, images, positions, channels, image_stride, position_stride, channel_stride,
+    images_each, positions_each, chunks, count,
     TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of y - pivot and of its square, per chunk of rows; the pivot is the first value of each channel."""
@@ -131,38 +146,37 @@ def _statistics_kernel(
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
     for j in tl.static_range(TERMS):
-        pivot = tl.load(terms[j] + channel * channel_stride, mask=inside, other=0.0).to(tl.float32)
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        square = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for image in range(first_image, tl.minimum(first_image + images_each, images)):
-            start = terms[j] + tl.cast(image, tl.int64) * image_stride
-            for row in range(first, last, ROWS):
-                position = row + tl.arange(0, ROWS)
-                mask = (position < last)[:, None] & inside[None, :]
-                where = position.to(tl.int64)[:, None] * position_stride + channel[None, :] * channel_stride
-                y = tl.load(start + where, mask=mask, other=0.0).to(tl.float32)
-                y = tl.where(mask, y - pivot[None, :], 0.0)
-                total += y
-                square += y * y
-        out = partial + (j * 2 * chunks + chunk) * channels + channel
-        tl.store(out, tl.sum(total, 0), mask=inside)
-        tl.store(out + chunks * channels, tl.sum(square, 0), mask=inside)
+        if j < count:
+            pivot = tl.load(terms[j] + channel * channel_stride, mask=inside, other=0.0).to(tl.float32)
+            if chunk == 0:
+                tl.store(pivots + j * channels + channel, pivot, mask=inside)
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            square = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for image in range(first_image, tl.minimum(first_image + images_each, images)):
+                start = terms[j] + tl.cast(image, tl.int64) * image_stride
+                for row in range(first, last, ROWS):
+                    position = row + tl.arange(0, ROWS)
+                    mask = (position < last)[:, None] & inside[None, :]
+                    where = position.to(tl.int64)[:, None] * position_stride + channel[None, :] * channel_stride
+                    y = tl.load(start + where, mask=mask, other=0.0).to(tl.float32)
+                    y = tl.where(mask, y - pivot[None, :], 0.0)
+                    total += y
+                    square += y * y
+            out = partial + (j * 2 * chunks + chunk) * channels + channel
+            tl.store(out, tl.sum(total, 0), mask=inside)
+            tl.store(out + chunks * channels, tl.sum(square, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _finish_statistics_kernel(
-    terms, partial, mean, var, channels, channel_stride, chunks, count,
-    TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    pivots, partial, mean, var, channels, chunks, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     j = tl.program_id(0)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
-    total = _add_up(partial + j * 2 * chunks * channels, channel, channels, chunks, ROWS, COLUMNS) / count
-    square = _add_up(partial + (j * 2 + 1) * chunks * channels, channel, channels, chunks, ROWS, COLUMNS) / count
-    pivot = tl.zeros((COLUMNS,), tl.float32)
-    for k in tl.static_range(TERMS):
-        if k == j:
-            pivot = tl.load(terms[k] + channel * channel_stride, mask=inside, other=0.0).to(tl.float32)
+    total = _add_up(partial + j * 2 * chunks * channels, channel, channels, chunks, ROWS, COLUMNS) / size
+    square = _add_up(partial + (j * 2 + 1) * chunks * channels, channel, channels, chunks, ROWS, COLUMNS) / size
+    pivot = tl.load(pivots + j * channels + channel, mask=inside, other=0.0)
     tl.store(mean + j * channels + channel, pivot + total, mask=inside)
     tl.store(var + j * channels + channel, tl.maximum(square - total * total, 0.0), mask=inside)
 
@@ -177,7 +191,7 @@ def _add_up(start, channel, channels, chunks, ROWS: tl.constexpr, COLUMNS: tl.co
     return tl.sum(total, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _weighted_sum_kernel(
     base, terms, out, gamma, beta, mean, var, eps,
     images, positions, channels, image_stride, position_stride, channel_stride,
@@ -207,13 +221,13 @@ def _weighted_sum_kernel(
     tl.store(out + where, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _reduce_kernel(
     grad, terms, mean, partial, images, positions, channels, image_stride, position_stride, channel_stride,
-    images_each, positions_each, chunks,
+    images_each, positions_each, chunks, count,
     SHIFT: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Σ g·y_j (with a shift, of y_j - μ_j) for every term, and Σ g, per chunk of rows.
+    """Σ g·y_j (with a shift, of y_j - μ_j) for every term, and then Σ g, per chunk of rows.
 
     The terms come one after another: the second and further readings of g find it in the cache.
     """
@@ -224,41 +238,40 @@ def _reduce_kernel(
     last = tl.minimum(first + positions_each, positions)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
-    for j in tl.static_range(TERMS + SHIFT):
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for image in range(first_image, tl.minimum(first_image + images_each, images)):
-            offset = tl.cast(image, tl.int64) * image_stride
-            for row in range(first, last, ROWS):
-                position = row + tl.arange(0, ROWS)
-                mask = (position < last)[:, None] & inside[None, :]
-                where = position.to(tl.int64)[:, None] * position_stride + channel[None, :] * channel_stride
-                product = tl.load(grad + offset + where, mask=mask, other=0.0).to(tl.float32)
-                if j < TERMS:
+    for j in tl.static_range(TERMS):
+        if j < count + SHIFT:
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            centre = tl.zeros((COLUMNS,), tl.float32)
+            if SHIFT:
+                centre = tl.load(mean + tl.where(j < count, j, 0) * channels + channel, mask=inside, other=0.0)
+            for image in range(first_image, tl.minimum(first_image + images_each, images)):
+                offset = tl.cast(image, tl.int64) * image_stride
+                for row in range(first, last, ROWS):
+                    position = row + tl.arange(0, ROWS)
+                    mask = (position < last)[:, None] & inside[None, :]
+                    where = position.to(tl.int64)[:, None] * position_stride + channel[None, :] * channel_stride
+                    g = tl.load(grad + offset + where, mask=mask, other=0.0).to(tl.float32)
+                    # what comes after the terms is the sum of g alone: as if y were one
                     y = tl.load(terms[j] + offset + where, mask=mask, other=0.0).to(tl.float32)
-                    if SHIFT:
-                        y -= tl.load(mean + j * channels + channel, mask=inside, other=0.0)[None, :]
-                    product *= y
-                total += product
-        tl.store(partial + (j * chunks + chunk) * channels + channel, tl.sum(total, 0), mask=inside)
+                    total += g * tl.where(j < count, y - centre[None, :], 1.0)
+            tl.store(partial + (j * chunks + chunk) * channels + channel, tl.sum(total, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _finish_reduce_kernel(
-    partial, var, sums, along_gamma, eps, channels, chunks,
-    SHIFT: tl.constexpr, TERMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    partial, var, sums, along_gamma, eps, channels, chunks, count, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     j = tl.program_id(0)
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = channel < channels
-    if j < TERMS + SHIFT:
-        total = _add_up(partial + j * chunks * channels, channel, channels, chunks, ROWS, COLUMNS)
-        tl.store(sums + j * channels + channel, total, mask=inside)
-        if j < TERMS:
-            rstd = tl.rsqrt(tl.load(var + j * channels + channel, mask=inside, other=1.0) + eps)
-            tl.store(along_gamma + j * channels + channel, total * rstd, mask=inside)
+    total = _add_up(partial + j * chunks * channels, channel, channels, chunks, ROWS, COLUMNS)
+    tl.store(sums + j * channels + channel, total, mask=inside)
+    if j < count:
+        rstd = tl.rsqrt(tl.load(var + j * channels + channel, mask=inside, other=1.0) + eps)
+        tl.store(along_gamma + j * channels + channel, total * rstd, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_ANY)
 def _apply_kernel(
     grad, terms, grads, gamma, mean, var, sums, eps, share,
     images, positions, channels, image_stride, position_stride, channel_stride,

@@ -25,7 +25,6 @@ from dyrep.surgery.targets import is_inside
 from dyrep.surgery.wrappers import bare
 
 _WARMUP = 3  # passes before the first that counts: libraries choose algorithms, kernels are compiled
-_SAME = 0.05  # times that differ by less than this share are taken for the same
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,7 @@ def measure_executions(
 
 
 def median_ms(run: Callable[[], Any], device: torch.device, repeats: int, calls: int = 1) -> float:
-    """Milliseconds that a function takes, as the median over rounds; a GPU is asked for its own times.
-
-    A round can consist of several calls, for functions that do not do the same every time.
+    """Milliseconds of a call, as the median over rounds of several for functions that do not do the same every time.
 
     Example:
         >>> median_ms(lambda: time.sleep(0.002), torch.device("cpu"), 3) >= 2
@@ -119,9 +116,7 @@ def median_ms(run: Callable[[], Any], device: torch.device, repeats: int, calls:
     def mark() -> Any:
         if not on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(device))
-        return event
+        return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
     marks = [mark()]
     for _ in range(repeats):
@@ -173,16 +168,17 @@ def _measure(model: nn.Module, name: str, x: Tensor, executions: Sequence[str], 
         block.train()
     read = block.geometry.branch_input(x.detach())
     runs_as = {execution: _way(block, read, execution) for execution in EXECUTIONS}
-    times: dict[str, float] = {}
-    running = "plain"
+    running, times = "plain", dict[str, float]()
     try:
         plain_ms = _time(block.fuse(), x, repeats)
         for running in executions:
             if runs_as[running] not in times:
                 calls = _run_as_(block, original.execution, running, runs_as[running])
                 times[runs_as[running]] = _time(block, x, repeats, calls)
-    except torch.OutOfMemoryError as error:
-        raise DyRepError(f"layer {name!r}, run {running}, does not fit into memory: use a smaller batch") from error
+    except RuntimeError as error:  # memory that does not suffice is one, too
+        remedy = "use a smaller batch" if isinstance(error, torch.OutOfMemoryError) else "time other executions"
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DyRepError(f"layer {name!r} cannot be run {running} on this batch ({why}): {remedy}") from error
     ms = {execution: times[runs_as[execution]] for execution in executions}
     reason = _reason(block, read, runs_as["auto"], times)
     return LayerTimes(name, tuple(x.shape), tuple(block.branches), plain_ms, ms, runs_as, runs_as["auto"], reason)
@@ -222,7 +218,7 @@ def _reason(block: RepConv, x: Tensor, auto: str, times: dict[str, float]) -> st
         return "exact"
     gain = times["eager"] / times["fused"]
     faster = f"and {gain:.2g} x faster than" if gain > 1 else f"but {1 / gain:.2g} x slower than"
-    return f"exact, {'and as fast as' if abs(gain - 1) < _SAME else faster} eager here"
+    return f"exact, {'and as fast as' if abs(gain - 1) < 0.05 else faster} eager here"
 
 
 def _run_as_(block: RepConv, settings: Execution, execution: str, way: str) -> int:
