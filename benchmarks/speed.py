@@ -38,7 +38,7 @@ from dyrep import models
 from dyrep.engine.precision import computing_in
 from dyrep.engine.rundir import hardware, versions
 from dyrep.engine.world import pick_device
-from dyrep.execution.settings import SETTLING_STEPS, Clock
+from dyrep.execution.settings import MEASURE_EVERY, SETTLING_STEPS, Clock
 from dyrep.files import replacing
 from dyrep.surgery.costs import added_macs
 
@@ -126,10 +126,11 @@ def make_model(
     elif arm != "plain":
         dyrep.expand_(model, layers, gamma=1.0)
     model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    clock = Clock()
-    if arm not in ("plain", "published"):
-        clock = dyrep.set_execution_(model, arm, **(folded_options if arm == "folded" else {}))
+    options = folded_options if arm == "folded" else {}
+    clock = Clock(options.get("every", MEASURE_EVERY), managed=True)
     clock.step = SETTLING_STEPS  # the beginning of training is not what is timed
+    if arm not in ("plain", "published"):
+        dyrep.set_execution_(model, arm, **options, clock=clock)
     return model.train(), clock
 
 
@@ -181,23 +182,23 @@ def prepared(step: Step, clock: Clock, graph: bool) -> Callable[[], None]:
     step.forget_gradients()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    if not graph:
-        return step
-    clock.managed = True
-    first = clock.step + -clock.step % clock.every
     graphs: list[torch.cuda.CUDAGraph] = []
-    for kind in range(min(clock.every, 2)):  # a step that measures, and one that does not
+    first = clock.step + -clock.step % clock.every
+    for kind in range(min(clock.every, 2) if graph else 0):  # a step that measures, and one that does not
         clock.step = first + kind
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1], pool=graphs[0].pool() if kind else None):
             step()
     clock.step = first
 
-    def replay() -> None:
-        graphs[min(clock.step % clock.every, 1)].replay()
+    def run() -> None:
+        if graphs:
+            graphs[min(clock.step % clock.every, 1)].replay()
+        else:
+            step()
         clock.step += 1
 
-    return replay
+    return run
 
 
 def block_times(run: Callable[[], None], device: torch.device, warmup: int, steps: int, blocks: int) -> list[float]:

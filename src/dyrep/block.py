@@ -71,9 +71,7 @@ class RepConv(_Base):
         if self.is_linear:
             return self._conv_forward(input, *self.folded())
         x = self.geometry.branch_input(input)
-        how = execution.choose(
-            self.execution, self.scalings(), x, ndim=self.geometry.ndim, replaces_norm=self._passed is not None
-        )
+        how = execution.choose(self, self.execution, x)
         if how == "frozen":
             return self._conv_forward(input, *self.folded())
         y = self._added(x) if how == "eager" else execution.forward(self, x, how, self.execution)

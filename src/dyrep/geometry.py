@@ -9,6 +9,7 @@ and padding.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -109,6 +110,15 @@ class ConvGeometry:
             return x
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(x, flat(self.pads), mode=mode)
+
+    def output_positions(self, size: Sequence[int]) -> int:
+        """How many positions the convolution writes over an input of this spatial size, see `branch_input`."""
+        positions = 1  # a loop, because torch.compile does not follow math.prod
+        for axis, length in enumerate(size):
+            padded = length if self.needs_prepadding else length + sum(self.pads[axis])
+            reach = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+            positions *= max((padded - reach) // self.stride[axis] + 1, 0)
+        return positions
 
     def pads_for(self, kernel: tuple[int, ...], tap: tuple[int, ...] | None = None) -> Pads:
         """Padding that lines a kernel with collapsed dimensions up with ``tap`` (default: `center`) of the full one.

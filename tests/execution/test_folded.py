@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from execution_helpers import (
-    NO_PARTS,
     SHARED,
     assert_same,
     block_cases,
@@ -44,7 +43,7 @@ def check(block, x, first=False):
 @given(case=block_cases(plain_convs() | two_dimensional))
 def test_any_block_folds_exactly_on_the_whole_batch(case):
     block, x = case.block(), case.input()
-    assume(values_per_channel(block, x) > 1)
+    assume(values_per_channel(block, x) > 3)  # gradients through σ of two nearly vanish
     check(block, x, first=not case.needs_input_gradient)
 
 
@@ -53,7 +52,7 @@ def test_any_block_folds_exactly_on_the_whole_batch(case):
 @given(case=block_cases(plain_convs() | two_dimensional))
 def test_any_block_folds_exactly_in_a_long_sweep(case):
     block, x = case.block(), case.input()
-    assume(values_per_channel(block, x) > 1)
+    assume(values_per_channel(block, x) > 3)  # gradients through σ of two nearly vanish
     check(block, x, first=not case.needs_input_gradient)
 
 
@@ -66,9 +65,7 @@ def test_the_block_of_the_paper_folds_exactly(origin, bias, first):
 
 @every_origin
 @pytest.mark.parametrize("name", ["1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual", "KxK-2", "1x1-DCT", "DW-1x1"])
-def test_every_branch_alone_folds_exactly(origin, name, request):
-    if name == "residual" and origin != "normalised":
-        request.applymarker(pytest.mark.xfail(strict=True, raises=RuntimeError, reason=NO_PARTS))
+def test_every_branch_alone_folds_exactly(origin, name):
     check(make_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64), [name], origin), images())
 
 

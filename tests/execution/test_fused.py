@@ -7,7 +7,6 @@ import torch
 from execution_helpers import (
     ALWAYS,
     NEVER,
-    NO_PARTS,
     SHARED,
     assert_same,
     block_cases,
@@ -44,7 +43,7 @@ def check(block: RepConv, x: torch.Tensor, moments_from: int, first: bool = Fals
 
 def check_case(case, moments_from: int) -> None:
     block, x = case.block(), case.input()
-    assume(values_per_channel(block, x) > 1)
+    assume(values_per_channel(block, x) > 3)  # gradients through σ of two nearly vanish
     check(block, x, moments_from, first=not case.needs_input_gradient)
 
 
@@ -79,9 +78,7 @@ def test_the_block_of_the_paper_fuses_exactly(moments_from, origin, first, bias)
 @every_origin
 @inner_or_first
 @pytest.mark.parametrize("name", ["1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual", "KxK-2", "1x1-DCT", "DW-1x1"])
-def test_every_branch_alone_fuses_exactly(moments_from, origin, first, name, request):
-    if name == "residual" and origin == "plain" and (first or moments_from == ALWAYS):
-        request.applymarker(pytest.mark.xfail(strict=True, raises=RuntimeError, reason=NO_PARTS))
+def test_every_branch_alone_fuses_exactly(moments_from, origin, first, name):
     check(make_block(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64), [name], origin), images(), moments_from, first)
 
 

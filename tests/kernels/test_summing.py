@@ -256,6 +256,14 @@ def test_the_operator_of_statistics_is_registered_as_pytorch_wants_it(inner, dty
     torch.library.opcheck(torch.ops.dyrep.statistics.default, (terms,), test_utils=OPCHECKS)
 
 
+@pytest.mark.xfail(strict=True, reason="the fake operator takes dtype and strides of its statistics from gamma")
+@pytest.mark.parametrize("gamma", [torch.ones(2, 3, dtype=torch.float64), torch.ones(3, 2).T], ids=["wider", "view"])
+def test_a_compiler_is_told_the_right_dtype_and_strides_whatever_gamma_is(gamma):
+    terms = [torch.randn(2, 3, 4, 5) for _ in range(2)]
+    arguments = (None, terms, gamma, None, EPS)
+    torch.library.opcheck(torch.ops.dyrep.normalised_sum.default, arguments, test_utils="test_faketensor")
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(

@@ -9,11 +9,12 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dyrep
 from dyrep.block import RepConv
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, WrappedModelError
 from dyrep.execution import EXECUTIONS, SIGMA_GRADIENTS, Clock
 from dyrep.execution.settings import SETTLING_STEPS
 from surgery_helpers import conv_bn_net, images, picture
@@ -144,6 +145,13 @@ def test_a_distributed_model_is_looked_through(tmp_path):
     finally:
         dist.destroy_process_group()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_wrapper_that_cannot_be_looked_through_is_refused():
+    model = grown_net(nested=False)
+    with pytest.raises(WrappedModelError, match="DataParallel"):
+        dyrep.set_execution_(nn.DataParallel(model), "folded")
+    assert {settings.name for settings in settings_of(model).values()} == {"auto"}
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

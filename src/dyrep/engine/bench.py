@@ -25,7 +25,7 @@ from dyrep.engine.step import WARMUP_STEPS, TrainStep
 from dyrep.engine.world import pick_device
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.execution import Clock
-from dyrep.execution.settings import SETTLING_STEPS
+from dyrep.execution.settings import MEASURE_EVERY, SETTLING_STEPS
 from dyrep.geometry import ConvGeometry
 from dyrep.surgery.edits import expand_
 from dyrep.surgery.executing import set_execution_
@@ -211,8 +211,10 @@ class Bench:
     def _time(self, arm: str) -> StepTime:
         before = torch.cuda.memory_allocated(self._device) if self.on_gpu else 0
         model, batch = self._model(arm), self._batch()
-        clock = Clock() if arm == "plain" else set_execution_(model, arm, images=self.settings.images)
-        clock.managed, clock.step = True, SETTLING_STEPS  # as in the middle of training
+        clock = Clock(MEASURE_EVERY, managed=True)
+        clock.step = SETTLING_STEPS  # as in the middle of training
+        if arm != "plain":
+            set_execution_(model, arm, images=self.settings.images, clock=clock)
         optimizer = make_optimizer(model, self._recipe, self._device)
         rows = [StepTime(arm, self._median(model, optimizer, clock, batch, graph=False), peak_gib=self._peak(before))]
         if self.on_gpu:
@@ -236,8 +238,8 @@ class Bench:
             scaler=torch.amp.GradScaler(self._device.type, enabled=self._precision == torch.float16),
             graph=graph,
             message=_not_captured,
+            clock=clock,
         )
-        step.clock = clock
         for _ in range(WARMUP_STEPS):
             step(batch)
         optimizer.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError
+from dyrep.execution.settings import MEASURE_EVERY
 from dyrep.methods import RepNASConfig, dyrep_settings, method
 
 Dataset = Literal["digits", "cifar10", "cifar100", "folder"]
@@ -110,7 +111,7 @@ class Recipe:
     execution: Run = "auto"
     sigma_images: int = 16
     sigma_gradient: SigmaGradient = "length"
-    sigma_every: int = 2
+    sigma_every: int = MEASURE_EVERY
     dyrep: DyRepConfig = field(default_factory=DyRepConfig)
     repnas: RepNASConfig = field(default_factory=RepNASConfig)
 

@@ -54,6 +54,7 @@ class TrainStep:
         scaler: of the loss, for float16.
         graph: replay a captured CUDA graph.
         message: told in words when a graph cannot be captured.
+        clock: says in which steps folded blocks measure σ (default: in all); every step moves it on.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class TrainStep:
         scaler: torch.amp.GradScaler,
         graph: bool,
         message: Callable[[str], None],
+        clock: Clock | None = None,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._precision, self._label_smoothing = precision, label_smoothing
         self._average, self._scaler, self._message = average, scaler, message
+        self.clock = Clock(managed=True) if clock is None else clock
         self.scorer: StepScorer | None = None
-        self.clock = Clock()
         device = next(model.parameters()).device
         self._device = device
         self._totals = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, examples, steps
@@ -94,6 +96,7 @@ class TrainStep:
             self._run_aside(raw)
         else:
             self._replay(raw)
+        self.clock.step += 1
 
     def recapture(self) -> None:
         """Forget captured graphs: the model's structure has changed."""
@@ -161,12 +164,11 @@ class TrainStep:
             return
         if self.scorer is not None:
             self.scorer.step += 1  # replaying runs no Python, which would have counted
-        self.clock.step += 1
         self._graphs[kind].replay()
 
     def _capture(self, kind: tuple[bool, bool]) -> bool:
         """Capture a step, scored or not, σ measured in it or not, without carrying it out; whether that worked."""
-        step, measured = 0 if self.scorer is None else self.scorer.step, self.clock.step
+        step = 0 if self.scorer is None else self.scorer.step
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self._graphs.values()), None)
@@ -182,7 +184,6 @@ class TrainStep:
             self._message(f"the training step cannot be captured in a CUDA graph and runs eagerly: {reason}")
             return False
         finally:
-            self.clock.step = measured
             if self.scorer is not None:
                 self.scorer.step = step
         self._graphs[kind] = graph

@@ -34,6 +34,7 @@ from dyrep.engine.step import Totals, TrainStep
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
+from dyrep.execution import Clock
 from dyrep.methods import method
 from dyrep.norm import sync_norms_
 from dyrep.surgery.costs import costs
@@ -123,6 +124,7 @@ class Trainer:
             scaler=self._scaler,
             graph=graph,
             message=reporter.message,
+            clock=Clock(recipe.sigma_every, managed=True),
         )
         self._train_on.scorer = None if self.controller is None else self.controller.scorer
         self._set_execution()
@@ -255,15 +257,10 @@ class Trainer:
 
     def _set_execution(self) -> None:
         """Run all blocks there are now as the recipe says."""
-        recipe = self.recipe
-        self._train_on.clock = set_execution_(
-            self.model,
-            recipe.execution,
-            images=recipe.sigma_images,
-            gradient=recipe.sigma_gradient,
-            every=recipe.sigma_every,
+        recipe, clock = self.recipe, self._train_on.clock
+        set_execution_(
+            self.model, recipe.execution, images=recipe.sigma_images, gradient=recipe.sigma_gradient, clock=clock
         )
-        self._train_on.clock.managed = True
 
     def _announce(self, edits: list[Edit]) -> None:
         """Tell of edits, and of what the structure costs after them."""

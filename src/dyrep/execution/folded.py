@@ -40,7 +40,7 @@ def forward(block: Block, x: Tensor, settings: Execution) -> Tensor:
     dtype = conv_dtype(block.weight)
     x = x.to(dtype)
     folding = _Folding(settings, dtype)
-    if settings.leads and not torch.compiler.is_compiling():
+    if not (settings.clock.managed or torch.compiler.is_compiling()):
         settings.clock.step += 1
     seen = x[: settings.images] if settings.gradient == "full" else x[: settings.images].detach()
     with torch.autocast(x.device.type, enabled=False):
@@ -136,8 +136,8 @@ class _Folding:
         if is_plain(branch.conv):
             second = cast(Tensor, branch.conv.weight)
         else:
-            inside = x if mixed is None else mixed * scale.reshape(-1, 1, 1).to(mixed.dtype)
-            second, _ = self.fold(cast(Block, branch.conv), inside)
+            scaled = None if mixed is None else self._seen(lambda: mixed * scale.reshape(-1, 1, 1).to(mixed.dtype))
+            second, _ = self.fold(cast(Block, branch.conv), x if scaled is None else scaled)
         return composed(point, branch, second, self._dtype)
 
     def _seen(self, run: Callable[[], Tensor]) -> Tensor | None:

@@ -260,9 +260,10 @@ class _Sum:
 
 def _normalised(base: Tensor | None, terms: list[Tensor], norms: list[BranchNorm]) -> Tensor:
     gammas, betas = zip(*(norm.affine() for norm in norms), strict=True)
-    shifts = [wide(beta) for beta in betas if beta is not None]
     gamma = torch.stack([wide(gamma) for gamma in gammas])
-    beta = torch.stack(shifts).sum(0) if shifts else None
+    beta = None
+    for each in betas:  # not one sum over all: their gradients would be one piece of memory
+        beta = add(beta, None if each is None else wide(each))
     out, mean, var = normalised_sum(base, terms, gamma, beta, norms[0].eps)
     track_all_(norms, mean, var, terms[0].numel() // terms[0].shape[1])
     return out

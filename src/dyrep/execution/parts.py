@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dyrep import algebra
 from dyrep.branches.kinds import AverageBranch, Branch, PointwiseKernelBranch, SmallKernelBranch
@@ -35,8 +35,21 @@ class Block(Protocol):
         """The original bias."""
         ...
 
+    @property
+    def passed_norm(self) -> object:
+        """The batch norm after the block that it has taken the place of, if it has."""
+        ...
+
     def branch_modules(self) -> dict[str, Branch]:
         """The branches by name."""
+        ...
+
+    def scalings(self) -> Iterator[Scaling]:
+        """What stands at the end of the origin, if anything does, and of every branch."""
+        ...
+
+    def modules(self) -> Iterator[nn.Module]:
+        """All modules of it."""
         ...
 
 
@@ -111,8 +124,10 @@ def scales_and_shift(
     scales = torch.stack([wide(gamma) for gamma in gammas]) * spread
     if betas[0] is None or means is None:
         return scales, None
-    shifts = torch.stack([wide(beta) for beta in betas]) - scales * torch.stack(list(means))
-    return scales, shifts.sum(0)
+    shift = None
+    for beta, scale, mean in zip(betas, scales, means, strict=True):  # not one sum: the gradients of all β would be one
+        shift = add(shift, wide(beta) - scale * mean)
+    return scales, shift
 
 
 def part_of(branch: Branch, *, invariant: bool = False) -> Part | None:

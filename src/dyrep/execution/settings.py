@@ -18,18 +18,25 @@ SIGMA_GRADIENTS = ("none", "length", "weights", "full")
 it depends on the weights; how it depends on weights and input."""
 
 
+MEASURE_EVERY = 2
+"""In every so manyth step folded blocks measure σ, if nothing else is asked for."""
+
 SETTLING_STEPS = 20
 """Steps at the beginning in all of which σ is measured, until running statistics can stand in for it."""
 
 
 class Clock:
-    """Counts the training steps of a model's folded blocks, so that they measure σ in the same ones.
+    """Counts the training steps of a folded block, which measures σ in some of them.
+
+    As a rule every block has one of its own. Who captures steps in CUDA graphs gives all blocks the same one, captures
+    a step that measures and one that does not, and moves the clock on itself: replaying a graph runs no Python.
+
+    Args:
+        every: measure in every n-th step, once the first few are over.
+        managed: whether somebody else than the block moves it on. If not, whatever is captured or compiled measures.
 
     Attributes:
-        every: measure in every n-th step, once the first few are over.
-        step: steps begun.
-        managed: whether whoever captures steps in CUDA graphs captures both kinds, and moves the clock on when
-            replaying one. Otherwise what is captured, or compiled, measures always.
+        step: steps so far.
 
     Example:
         >>> clock = Clock(every=4)
@@ -38,10 +45,9 @@ class Clock:
         (False, 4)
     """
 
-    def __init__(self, every: int = 1) -> None:
-        self.every = every
+    def __init__(self, every: int = 1, *, managed: bool = False) -> None:
+        self.every, self.managed = every, managed
         self.step = 0
-        self.managed = False
 
     @property
     def due(self) -> bool:
@@ -67,7 +73,6 @@ class Execution:
         images: how many images of the batch a folded block measures σ on.
         gradient: one of `SIGMA_GRADIENTS`.
         clock: says in which steps a folded block measures σ.
-        leads: whether this block moves the clock on.
 
     Example:
         >>> Execution("folded", images=0)
@@ -79,7 +84,6 @@ class Execution:
     images: int = 16
     gradient: str = "length"
     clock: Clock = field(default_factory=Clock, compare=False)
-    leads: bool = False
 
     def __post_init__(self) -> None:
         if self.name not in EXECUTIONS:

@@ -24,7 +24,7 @@ class Part:
 
     Attributes:
         kernel: shape ``(out, in / groups, height, width)``.
-        tap: where its first tap goes.
+        tap: where its first tap goes; of no meaning if it is spread.
         spread: whether it is pointwise and stands for an average over all taps.
         invariant: whether its scale stands for 1 / its length, output channel by output channel: whatever the scale
             given, the gradient is then at right angles to the kernel, as a norm's is.
@@ -64,9 +64,10 @@ def assemble(
                 [0., 2., 0.],
                 [0., 0., 0.]])
     """
-    places = [value for part in parts for value in (*part.tap, part.spread, part.invariant)]
+    places = [int(value) for part in parts for value in (*part.tap, part.spread, part.invariant)]
     kernels = [part.kernel for part in parts]
-    return _assemble(base, kernels, scales, places, identity, list(identity_tap), list(size), dtype)
+    identity = None if identity is None else identity.contiguous()
+    return _assemble(base, kernels, scales.contiguous(), places, identity, list(identity_tap), list(size), dtype)
 
 
 @operator(
@@ -168,7 +169,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         inputs = grad.shape[1]
         blocks = grad[:, :, ctx.tap[0], ctx.tap[1]].reshape(-1, inputs, inputs)  # one for each group
         along_identity = blocks.diagonal(dim1=1, dim2=2).reshape(-1).to(ctx.identity_dtype)
-    return along_base, grads, along_scales, None, along_identity, None, None, None
+    nothing: list[Any] | None = None if ctx.places else []  # torch takes an empty list of numbers for one of tensors
+    return along_base, grads, along_scales, nothing, along_identity, None, None, None
 
 
 _assemble.register_autograd(_backward, setup_context=_remember)

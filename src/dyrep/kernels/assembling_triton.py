@@ -40,14 +40,14 @@ def assemble_(
 
 def backward(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]) -> tuple[list[Tensor], Tensor]:
     """Gradients of the kernels and of their scales."""
-    grads = [torch.empty_like(kernel) for kernel in kernels]  # dense kernels keep their strides
+    grads = [torch.empty_like(kernel) for kernel in kernels]
     inputs, taps = next_power_of_two(grad.shape[1]), next_power_of_two(grad.shape[2] * grad.shape[3])
     along = torch.empty_like(scales)
     for j, (kernel, out, facts) in enumerate(zip(kernels, grads, _facts(kernels, places, grad.shape), strict=True)):
         spread, invariant = places[4 * j + 2 : 4 * j + 4]
         own = taps if spread else next_power_of_two(kernel.shape[2] * kernel.shape[3])
         _assemble_backward_kernel[(grad.shape[0],)](
-            grad, kernel, out, scales[j], along[j], grad.stride(), *facts[:6], grad.shape[1],
+            grad, kernel, out, scales[j], along[j], grad.stride(), out.stride(), *facts[:6], grad.shape[1],
             grad.shape[2], grad.shape[3], kernel.shape[2], kernel.shape[3], own, bool(spread), bool(invariant), inputs,
             num_warps=_warps(inputs * own),
         )  # fmt: skip
@@ -74,6 +74,7 @@ def _facts(kernels: list[Tensor], places: list[int], size: torch.Size) -> list[l
     facts = []
     for j, kernel in enumerate(kernels):
         top, left, spread, _ = places[4 * j : 4 * j + 4]
+        top, left = (0, 0) if spread else (top, left)
         strides = (kernel.stride(0), kernel.stride(1), *((0, 0) if spread else kernel.stride()[2:]))
         facts.append(
             [*strides, top, left, *(size[2:] if spread else kernel.shape[2:]), size[2:].numel() if spread else 1]
@@ -111,7 +112,7 @@ def _assemble_kernel(
 
 @triton.jit(do_not_specialize=["channels", "top", "left"])
 def _assemble_backward_kernel(
-    grad, kernel, out, scales, along, strides, w_output, w_input, w_row, w_column, top, left, channels,
+    grad, kernel, out, scales, along, strides, out_strides, w_output, w_input, w_row, w_column, top, left, channels,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
     SPREAD: tl.constexpr, INVARIANT: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
@@ -126,12 +127,14 @@ def _assemble_backward_kernel(
         g = tl.sum(tl.load(grad + where, mask=mask, other=0.0).to(tl.float32), 0)[None, :] / (HEIGHT * WIDTH)
         mask = i < channels
         at = o * w_output + i * w_input
+        to = o * out_strides[0] + i * out_strides[1]
     else:
         mask = (t < ROWS * COLUMNS) & (i < channels)
         row, column = t // COLUMNS, t % COLUMNS
         where = i * strides[1] + (row + top) * strides[2] + (column + left) * strides[3]
         g = tl.load(grad + where, mask=mask, other=0.0).to(tl.float32)
         at = o * w_output + i * w_input + row * w_row + column * w_column
+        to = o * out_strides[0] + i * out_strides[1] + row * out_strides[2] + column * out_strides[3]
     w = tl.load(kernel + at, mask=mask, other=0.0).to(tl.float32)
     scale = tl.load(scales + o)
     total = tl.sum(tl.sum(g * w, 0), 0)
@@ -139,4 +142,4 @@ def _assemble_backward_kernel(
     change = scale * g
     if INVARIANT:
         change -= scale * total / tl.maximum(tl.sum(tl.sum(w * w, 0), 0), 1e-30) * w
-    tl.store(out + at, change.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to, change.to(out.dtype.element_ty), mask=mask)

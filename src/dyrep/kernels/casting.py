@@ -19,6 +19,8 @@ def cast_all(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """
     if not tensors or all(tensor.dtype == dtype for tensor in tensors):
         return list(tensors)
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return [tensor.to(dtype) for tensor in tensors]
     return _cast_all(list(tensors), dtype)
 
 

@@ -43,7 +43,8 @@ def normalised_sum(
     layout = memory_format_of(like)
     base = None if base is None else base.contiguous(memory_format=layout)
     terms = [term.contiguous(memory_format=layout) for term in terms]
-    return _normalised_sum(base, terms, gamma, beta, eps)
+    beta = None if beta is None else beta.contiguous()
+    return _normalised_sum(base, terms, gamma.contiguous(), beta, eps)
 
 
 def statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -75,7 +76,7 @@ def _statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 @_statistics.register_fake
 def _(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
-    dtype = terms[0].dtype if terms[0].dtype == torch.float64 else torch.float32
+    dtype = _wide_dtype(terms[0])
     shape = (len(terms), terms[0].shape[1])
     return terms[0].new_empty(shape, dtype=dtype), terms[0].new_empty(shape, dtype=dtype)
 
@@ -127,7 +128,8 @@ def _normalised_sum(
 def _(
     base: Tensor | None, terms: list[Tensor], gamma: Tensor, beta: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(terms[0] if base is None else base), torch.empty_like(gamma), torch.empty_like(gamma)
+    mean, var = (terms[0].new_empty(gamma.shape, dtype=_wide_dtype(terms[0])) for _ in range(2))
+    return torch.empty_like(terms[0] if base is None else base), mean, var
 
 
 @operator(
@@ -181,6 +183,10 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 _normalised_sum.register_autograd(_backward, setup_context=_remember)
+
+
+def _wide_dtype(term: Tensor) -> torch.dtype:
+    return torch.float64 if term.dtype == torch.float64 else torch.float32
 
 
 def _over_channels(value: Tensor, like: Tensor) -> Tensor:

@@ -6,12 +6,19 @@ from torch import nn
 
 from dyrep.block import RepConv
 from dyrep.execution import Clock, Execution
+from dyrep.execution.settings import MEASURE_EVERY
 from dyrep.surgery.wrappers import bare, forget_compiled
 
 
 def set_execution_(
-    model: nn.Module, execution: str = "auto", *, images: int = 16, gradient: str = "length", every: int = 2
-) -> Clock:
+    model: nn.Module,
+    execution: str = "auto",
+    *,
+    images: int = 16,
+    gradient: str = "length",
+    every: int = MEASURE_EVERY,
+    clock: Clock | None = None,
+) -> None:
     """Choose how all blocks of a model, nested ones included, are run from now on. Parameters stay what they are.
 
     - ``"eager"`` runs every branch with PyTorch's own operations, on any device: the reference.
@@ -34,9 +41,8 @@ def set_execution_(
             depends on the weights, or on weights and input; ``"none"``: nothing.
         every: measure σ in every n-th step; in between, running statistics serve. Code that is compiled, or captured
             in a CUDA graph by other than `dyrep train`, measures in every step.
-
-    Returns:
-        What counts the steps, for those who capture CUDA graphs: replaying one runs no Python, which would count.
+        clock: what says instead of ``every`` in which steps to measure, see `dyrep.execution.Clock`; for those who
+            capture CUDA graphs.
 
     Raises:
         ConfigError: a value is not valid.
@@ -45,17 +51,13 @@ def set_execution_(
         >>> from dyrep import expand_
         >>> model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
         >>> _ = expand_(model, "0")
-        >>> _ = set_execution_(model, "folded", images=8)
+        >>> set_execution_(model, "folded", images=8)
         >>> model[0].execution.name
         'folded'
     """
     model = bare(model)
-    clock = Clock(every)
-    settings = Execution(execution, images=images, gradient=gradient, clock=clock)
-    leads = every > 1
+    Execution(execution, images, gradient, clock or Clock(every))  # is refused, if at all, before anything has changed
     for block in model.modules():
         if isinstance(block, RepConv):
-            block.execution = Execution(settings.name, images, gradient, clock, leads and bool(block.branches))
-            leads = leads and not block.branches
+            block.execution = Execution(execution, images, gradient, clock or Clock(every))
     forget_compiled()
-    return clock

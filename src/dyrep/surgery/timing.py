@@ -198,11 +198,11 @@ def _way(block: RepConv, x: Tensor, execution: str) -> str:
     """What a block runs as when it is asked to run in some way."""
     if block.is_linear:
         return "frozen"
-    settings, replaces = replace(block.execution, name=execution), block.passed_norm is not None
+    settings = replace(block.execution, name=execution)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # here it is an answer, not something unexpected
-            return choose(settings, block.scalings(), x, ndim=block.geometry.ndim, replaces_norm=replaces)
+            return choose(block, settings, x)
     finally:
         dispatch._tell.cache_clear()  # what was kept quiet now is still told in training
 
@@ -213,7 +213,7 @@ def _reason(block: RepConv, x: Tensor, auto: str, times: dict[str, float]) -> st
     if not x.is_cuda:
         return "not on a GPU: blocks run eagerly"
     if auto == "eager":
-        return dispatch._why_not(block.scalings(), x, block.geometry.ndim, "fused") or "blocks are kept eager for now"
+        return dispatch.why_not(block, "fused", x, len(x)) or "blocks are kept eager for now"
     if not {"eager", "fused"} <= times.keys():
         return "exact"
     gain = times["eager"] / times["fused"]
@@ -223,13 +223,13 @@ def _reason(block: RepConv, x: Tensor, auto: str, times: dict[str, float]) -> st
 
 def _run_as_(block: RepConv, settings: Execution, execution: str, way: str) -> int:
     """Let a copy of a block run in this way, as in the middle of training; says how many passes a round has."""
-    clock = Clock(settings.clock.every if way == "folded" else 1)
-    clock.step = SETTLING_STEPS
-    settings = replace(settings, name=execution if way == "frozen" else way, clock=clock)
+    every = settings.clock.every if way == "folded" else 1
     for module in block.modules():
         if isinstance(module, RepConv):
-            module.execution = replace(settings, leads=module is block)
-    return clock.every
+            clock = Clock(every)
+            clock.step = SETTLING_STEPS
+            module.execution = replace(settings, name=execution if way == "frozen" else way, clock=clock)
+    return every
 
 
 def _time(module: nn.Module, x: Tensor, repeats: int, calls: int = 1) -> float:
