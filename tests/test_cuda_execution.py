@@ -19,7 +19,6 @@ from dyrep.kernels import unavailable
 from execution.execution_helpers import (
     ALWAYS,
     NEVER,
-    SHARED,
     BlockCase,
     assert_same,
     block_cases,
@@ -198,7 +197,7 @@ def test_a_folded_block_on_the_whole_batch_equals_an_eager_one(ran):
 @pytest.mark.parametrize("gradient", ["none", "length", "weights", "full"])
 def test_a_folded_block_computes_on_the_gpu_what_it_computes_on_the_cpu(gradient, ran):
     block, x = paper_block(bias=True), pictures()
-    run = dispatched("folded", images=3, gradient=gradient)
+    run = dispatched("folded", images=3, values=1, gradient=gradient)
     found = step(block, x, run)
     expected = step(copy.deepcopy(block).cpu().double(), x.cpu().double(), run)
     assert max(errors({name: value.cpu() for name, value in found.items()}, expected).values()) < 1e-4
@@ -281,7 +280,7 @@ def test_double_precision_is_run_eagerly_with_a_warning(ran):
 def test_two_runs_are_equal_to_the_last_bit(execution, layout, moments_from, low_precision, monkeypatch):
     monkeypatch.setattr(fused, "MOMENTS_FROM", moments_from)
     block, x = paper_block(bias=True, layout=layout), pictures(layout=layout)
-    run = dispatched(execution, images=4)
+    run = dispatched(execution, images=4, values=1)
     run = autocast(run) if low_precision else run
     one, other = step(block, x, run), step(block, x, run)
     for name, value in one.items():
@@ -294,7 +293,7 @@ def test_two_runs_are_equal_to_the_last_bit(execution, layout, moments_from, low
 def training_net(execution: str) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
     model = make_net().cuda().to(memory_format=torch.channels_last)
     dyrep.expand_(model, ["0", "3", "5"], gamma=0.3, generator=torch.Generator().manual_seed(0))
-    dyrep.set_execution_(model, execution, images=4)
+    dyrep.set_execution_(model, execution, images=4, values=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     images, labels = make_batches(1)[0]
     return model.train(), optimizer, images.cuda().contiguous(memory_format=torch.channels_last), labels.cuda()
@@ -338,9 +337,7 @@ def test_a_captured_step_replays_to_what_steps_compute_that_are_not_captured(exe
     assert set(ran) == {execution}
 
 
-@pytest.mark.parametrize(
-    "set_to_none", [True, pytest.param(False, marks=pytest.mark.xfail(strict=True, reason=SHARED))]
-)
+@pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_fused_is_training_eagerly(set_to_none, ran):
     models = {}
     for execution in ("eager", "fused"):

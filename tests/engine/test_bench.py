@@ -14,6 +14,7 @@ from dyrep.block import RepConv
 from dyrep.engine import bench
 from dyrep.engine.bench import ARMS, Bench, BenchSettings, StepTime
 from dyrep.errors import ConfigError
+from dyrep.execution.settings import MEASURE_EVERY
 
 NETWORKS = """
 import torch
@@ -134,7 +135,7 @@ def test_a_step_is_timed_in_the_middle_of_training_over_steps_of_every_kind(monk
     monkeypatch.setattr(bench, "median_ms", median)
     made = small(steps=5)
     made._time("folded")
-    every = dyrep.set_execution_(made._model("folded"), "folded").every
+    every = MEASURE_EVERY
     assert rounds == [(-(-5 // every), every)]
     assert due.count(True) == -(-len(due) // every)
 

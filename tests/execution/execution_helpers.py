@@ -24,7 +24,6 @@ from strategies import CONVS, ConvCase, randomize_norms_
 NAMES = ("1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual", "KxK-2", "1x1-DCT", "DW-1x1")
 ALWAYS, NEVER = 0, 1 << 62
 """From how many bytes on moments are used: `fused.forward`'s argument."""
-SHARED = "β.sum(0): the gradients of all β of a block are one piece of memory, which autograd takes for several"
 
 Forward = Callable[[RepConv, Tensor], Tensor]
 
@@ -38,7 +37,8 @@ def fused_with(moments_from: int) -> Forward:
 
 
 def folded_with(**options) -> Forward:
-    settings = Execution("folded", **options)
+    """On no more images than asked for, unless said otherwise."""
+    settings = Execution("folded", **{"values": 1, **options})
     return lambda block, x: folded.forward(block, block.geometry.branch_input(x), settings)
 
 

@@ -63,7 +63,7 @@ def assert_compiles_to_one_graph(model: nn.Module) -> None:
 @pytest.mark.parametrize("gradient", ["length", pytest.param("full", marks=pytest.mark.slow)])
 def test_a_folded_network_compiles_to_one_graph(gradient):
     model = grown_net()
-    dyrep.set_execution_(model, "folded", images=2, gradient=gradient)
+    dyrep.set_execution_(model, "folded", images=2, values=1, gradient=gradient)
     assert_compiles_to_one_graph(model)
 
 
@@ -78,7 +78,7 @@ def test_a_fused_network_compiles_to_one_graph(moments_from, monkeypatch):
 def test_blocks_inside_blocks_compile_folded():
     model = grown_net()
     dyrep.expand_(model, "3.branches.1x1-KxK.conv", ["1x1", "1xK"], gamma=0.5)
-    dyrep.set_execution_(model, "folded", images=2)
+    dyrep.set_execution_(model, "folded", images=2, values=1)
     assert_compiles_to_one_graph(model)
 
 
@@ -90,7 +90,7 @@ def test_compiled_code_follows_a_new_setting():
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     outputs = []
     for name in ("eager", "folded", "eager"):
-        dyrep.set_execution_(model, name, images=1)
+        dyrep.set_execution_(model, name, images=1, values=1)
         expected = copy.deepcopy(model)(x)
         outputs.append(compiled(x).detach())
         torch.testing.assert_close(outputs[-1], expected, rtol=1e-9, atol=1e-11)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from execution_helpers import (
-    SHARED,
     assert_same,
     block_cases,
     eager,
@@ -116,7 +115,7 @@ def test_the_blocks_of_other_methods_fold_exactly(method, replace):
     check(model[0], images())
 
 
-@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=SHARED)), False])
+@with_and_without_bias
 @pytest.mark.parametrize("origin", ["plain", "normalised"])
 def test_gradients_add_up_over_several_passes(bias, origin):
     block = seven_branches(origin=origin, bias=bias)
@@ -141,6 +140,29 @@ def test_with_fewer_images_blocks_inside_blocks_divide_by_their_spread_too():
     with measuring(2):
         expected = step(block, x, eager)
     assert_same(step(block, x, folded_with(images=2, gradient="full")), expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "batch", "positions", "looked_at"),
+    [
+        ({"images": 16}, 256, 56 * 56, 16),
+        ({"images": 16}, 8, 56 * 56, 8),
+        ({"images": 16, "values": 1000}, 256, 49, 21),
+        ({"images": 16, "values": 1000}, 20, 49, 20),
+        ({"images": 2, "values": 12}, 6, 3, 4),
+        ({"images": 2, "values": 13}, 6, 3, 5),
+    ],
+)
+def test_images_of_few_positions_take_more_images(asked, batch, positions, looked_at):
+    assert Execution("folded", **asked).images_for(batch, positions) == looked_at
+
+
+def test_as_many_images_are_looked_at_as_have_enough_values():
+    conv = nn.Conv2d(4, 4, 3, stride=2, padding=1, dtype=torch.float64)
+    block, x = make_block(conv, ["1x1", "1xK"]), images(6)  # nine positions of the output
+    found = step(block, x, folded_with(images=2, values=28))
+    assert_same(found, step(block, x, folded_with(images=4)))
+    assert not torch.allclose(found["output"], step(block, x, folded_with(images=3))["output"])
 
 
 @pytest.mark.parametrize("gradient", SIGMA_GRADIENTS)
@@ -173,7 +195,7 @@ def test_a_single_convolution_reads_the_whole_batch(monkeypatch):
         return conv2d(x, *args, **kwargs)
 
     monkeypatch.setattr("torch.nn.functional.conv2d", counted)
-    folded.forward(block, x, Execution("folded", images=2))
+    folded.forward(block, x, Execution("folded", images=2, values=1))
     assert batches.count(6) == 1
     assert batches.count(2) == len(batches) - 1 > 7
 
@@ -197,7 +219,7 @@ def test_at_first_every_step_measures():
 @pytest.mark.parametrize("origin", ["plain", "normalised"])
 def test_statistics_change_in_every_nth_step_alone_and_count_for_all_in_between(origin):
     block = seven_branches(origin=origin).train()
-    block.execution = settings = Execution("folded", images=99, clock=Clock(3), leads=True)
+    block.execution = settings = Execution("folded", images=99, clock=Clock(3))
     settings.clock.step = 30
     for number in range(30, 37):
         before = statistics_of(block)
@@ -220,15 +242,25 @@ def test_between_two_measurements_running_statistics_serve(gradient, nested):
     assert_same(step(block, x, folded_with(gradient=gradient, clock=clock)), expected)
 
 
-def test_only_training_steps_of_the_leading_block_move_the_clock():
-    clock = Clock(3)
-    leading, other = seven_branches(), seven_branches()
-    leading.execution = Execution("folded", clock=clock, leads=True)
-    other.execution = Execution("folded", clock=clock)
-    other.train()(images())
-    leading.eval()(images())
-    assert clock.step == 0
-    leading.train()(images())
+def test_training_steps_alone_move_the_clock_on():
+    block = seven_branches()
+    block.execution = Execution("folded", clock=Clock(3))
+    block.eval()(images())
+    assert block.execution.clock.step == 0
+    block.train()(images())
     with torch.no_grad():
-        leading(images())
-    assert clock.step == 2
+        block(images())
+    assert block.execution.clock.step == 2
+
+
+def test_a_clock_that_somebody_manages_is_left_to_them():
+    block = seven_branches().train()
+    block.execution = Execution("folded", clock=Clock(3, managed=True))
+    block.execution.clock.step = 31
+    before = statistics_of(block)
+    block(images())
+    assert block.execution.clock.step == 31
+    assert all(torch.equal(value, before[name]) for name, value in statistics_of(block).items())
+    block.execution.clock.step = 33
+    block(images())
+    assert not any(torch.equal(value, before[name]) for name, value in statistics_of(block).items())

@@ -7,7 +7,6 @@ import torch
 from execution_helpers import (
     ALWAYS,
     NEVER,
-    SHARED,
     assert_same,
     block_cases,
     eager,
@@ -186,7 +185,7 @@ def test_norms_keep_their_own_momentum(moments_from):
 
 
 @either_moments
-@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.xfail(strict=True, reason=SHARED)), False])
+@with_and_without_bias
 @pytest.mark.parametrize("origin", ["plain", "normalised"])
 def test_gradients_add_up_over_several_passes(moments_from, bias, origin):
     block = seven_branches(origin=origin, bias=bias)

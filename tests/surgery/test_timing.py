@@ -46,7 +46,7 @@ def timed(monkeypatch):
 def _as_on_a_gpu(monkeypatch):
     """Blocks choose as if their inputs were on a GPU with Triton."""
     monkeypatch.setattr(dispatch, "unavailable", lambda: "")
-    monkeypatch.setattr(timing, "choose", lambda settings, norms, x, **k: dispatch.choose(settings, norms, gpu(x), **k))
+    monkeypatch.setattr(timing, "choose", lambda block, settings, x: dispatch.choose(block, settings, gpu(x)))
     reason = timing._reason
     monkeypatch.setattr(timing, "_reason", lambda block, x, auto, times: reason(block, gpu(x), auto, times))
 
@@ -107,7 +107,7 @@ def test_folded_blocks_are_timed_over_steps_that_measure_and_steps_that_do_not(t
     measure_executions(model, BATCH)
     assert [call.calls for call in timed[:3]] == [1, 1, 4]
     settings = timed[2].module.execution
-    assert (settings.images, settings.gradient, settings.clock.every, settings.leads) == (3, "none", 4, True)
+    assert (settings.images, settings.gradient, settings.clock.every) == (3, "none", 4)
     measured = []
     for _ in range(8):
         measured.append(settings.clock.due)
@@ -133,7 +133,7 @@ def test_a_block_inside_a_branch_is_timed_with_the_one_around_it(timed):
     assert [times.layer for times in measure_executions(model, BATCH)] == ["0", "3"]
     block = timed[-1].module
     inner = block.get_submodule(INNER.removeprefix("3."))
-    assert (inner.execution.name, inner.execution.leads) == ("folded", False)
+    assert inner.execution.name == "folded"
 
 
 def test_a_model_that_is_one_block_has_no_name_to_tell():

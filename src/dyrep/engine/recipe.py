@@ -66,7 +66,7 @@ class Recipe:
         max_kernel: larger kernels than this get no block before training (they may in dyrep).
         structure: blocks for the method fixed, as `dyrep.structure` describes them.
         execution: how blocks are run, see `dyrep.set_execution_`.
-        sigma_images: how many images of a batch folded blocks measure σ on.
+        sigma_images: on how many images of a batch folded blocks measure σ at least.
         sigma_gradient: what the gradient of folded blocks knows about σ.
         sigma_every: in every n-th step folded blocks measure σ.
         dyrep: how the structure evolves. Its total and seed follow from the recipe's own; include and exclude hold for

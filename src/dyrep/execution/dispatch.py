@@ -36,7 +36,7 @@ def choose(block: Block, settings: Execution, x: Tensor) -> str:
         # nothing would take scale and mean out of the gradient of what the block passes on: training diverges
         _tell(wanted, "it has taken the place of the batch norm after it; that needs gradient='full'", "exactly")
         wanted = "fused" if x.is_cuda else "eager"
-    reason = "" if wanted == "eager" else why_not(block, wanted, x, settings.images)
+    reason = "" if wanted == "eager" else why_not(block, wanted, x)
     if reason:
         if settings.name != "auto":
             _tell(wanted, reason, "eagerly")
@@ -44,8 +44,8 @@ def choose(block: Block, settings: Execution, x: Tensor) -> str:
     return wanted
 
 
-def why_not(block: Block, wanted: str, x: Tensor, images: int) -> str:
-    """Why a block cannot be run in one of the fast ways, measured on so many images if folded; empty if it can."""
+def why_not(block: Block, wanted: str, x: Tensor) -> str:
+    """Why a block cannot be run in one of the fast ways; empty if it can."""
     if not all(isinstance(norm, BranchNorm) for norm in block.scalings()):
         return "some of its branches are not normalised"
     norms = [module for module in block.modules() if isinstance(module, BranchNorm)]  # those inside branches too
@@ -55,8 +55,7 @@ def why_not(block: Block, wanted: str, x: Tensor, images: int) -> str:
         return "its norms are being calibrated, or some of them are frozen"
     if len({norm.eps for norm in norms}) > 1:
         return "its norms differ in ε"
-    seen = min(images, len(x)) if wanted == "folded" else len(x)
-    if seen * block.geometry.output_positions(x.shape[2:]) <= 1:
+    if x.shape[0] * block.geometry.output_positions(x.shape[2:]) <= 1:
         return "there is one value per channel, which has no spread"
     if wanted == "folded":
         return "" if block.geometry.ndim == 2 else "only two-dimensional convolutions are folded"

@@ -42,7 +42,8 @@ def forward(block: Block, x: Tensor, settings: Execution) -> Tensor:
     folding = _Folding(settings, dtype)
     if not (settings.clock.managed or torch.compiler.is_compiling()):
         settings.clock.step += 1
-    seen = x[: settings.images] if settings.gradient == "full" else x[: settings.images].detach()
+    images = settings.images_for(len(x), block.geometry.output_positions(x.shape[2:]))
+    seen = x[:images] if settings.gradient == "full" else x[:images].detach()
     with torch.autocast(x.device.type, enabled=False):
         kernel, bias = folding.fold(block, seen)
         return convolve(block.geometry, x, kernel, bias)

@@ -21,6 +21,9 @@ it depends on the weights; how it depends on weights and input."""
 MEASURE_EVERY = 2
 """In every so manyth step folded blocks measure σ, if nothing else is asked for."""
 
+ENOUGH_VALUES = 4096
+"""So many values of a channel are enough to measure σ on."""
+
 SETTLING_STEPS = 20
 """Steps at the beginning in all of which σ is measured, until running statistics can stand in for it."""
 
@@ -70,7 +73,8 @@ class Execution:
 
     Attributes:
         name: one of `EXECUTIONS`.
-        images: how many images of the batch a folded block measures σ on.
+        images: on how many images of the batch a folded block measures σ at least.
+        values: how many values of a channel it looks at at least, if the batch has so many; see `images_for`.
         gradient: one of `SIGMA_GRADIENTS`.
         clock: says in which steps a folded block measures σ.
 
@@ -82,6 +86,7 @@ class Execution:
 
     name: str = "auto"
     images: int = 16
+    values: int = ENOUGH_VALUES
     gradient: str = "length"
     clock: Clock = field(default_factory=Clock, compare=False)
 
@@ -90,9 +95,22 @@ class Execution:
             raise ConfigError(f"execution={self.name!r} is unknown; valid are {', '.join(EXECUTIONS)}")
         if self.gradient not in SIGMA_GRADIENTS:
             raise ConfigError(f"gradient={self.gradient!r} is unknown; valid are {', '.join(SIGMA_GRADIENTS)}")
-        for what, value in (("images", self.images), ("every", self.clock.every)):
+        for what, value in (("images", self.images), ("values", self.values), ("every", self.clock.every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{what}={value!r}: must be a whole number of at least 1")
+
+    def images_for(self, batch: int, positions: int) -> int:
+        """On how many images of a batch to measure σ, if each has so many positions.
+
+        A few images of many positions tell enough, and to look at more of them would cost time. Where they have few
+        positions, more images are needed, and cost next to nothing.
+
+        Example:
+            >>> Execution("folded").images_for(256, 56 * 56), Execution("folded").images_for(256, 7 * 7)
+            (16, 84)
+        """
+        values = max(self.values, 2)  # one has no spread
+        return min(max(self.images, -(-values // max(positions, 1))), batch)
 
 
 _only_eager = False

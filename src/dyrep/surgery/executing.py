@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from dyrep.block import RepConv
 from dyrep.execution import Clock, Execution
-from dyrep.execution.settings import MEASURE_EVERY
+from dyrep.execution.settings import ENOUGH_VALUES, MEASURE_EVERY
 from dyrep.surgery.wrappers import bare, forget_compiled
 
 
@@ -15,6 +17,7 @@ def set_execution_(
     execution: str = "auto",
     *,
     images: int = 16,
+    values: int = ENOUGH_VALUES,
     gradient: str = "length",
     every: int = MEASURE_EVERY,
     clock: Clock | None = None,
@@ -35,7 +38,9 @@ def set_execution_(
     Args:
         model: the model.
         execution: one of `dyrep.EXECUTIONS`.
-        images: how many images of each batch folded blocks measure σ on.
+        images: on how many images of each batch folded blocks measure σ at least.
+        values: how many values of a channel they look at at least. Where images have few positions this takes more
+            images, up to the whole batch.
         gradient: what a folded block's gradient knows about σ. ``"length"``: that it is proportional to the length of
             the branch's kernel, which costs nothing; ``"weights"`` and ``"full"``: how σ of the images looked at
             depends on the weights, or on weights and input; ``"none"``: nothing.
@@ -56,8 +61,8 @@ def set_execution_(
         'folded'
     """
     model = bare(model)
-    Execution(execution, images, gradient, clock or Clock(every))  # is refused, if at all, before anything has changed
+    chosen = Execution(execution, images, values, gradient, clock or Clock(every))
     for block in model.modules():
         if isinstance(block, RepConv):
-            block.execution = Execution(execution, images, gradient, clock or Clock(every))
+            block.execution = chosen if clock else replace(chosen, clock=Clock(every))
     forget_compiled()

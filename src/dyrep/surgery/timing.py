@@ -213,7 +213,7 @@ def _reason(block: RepConv, x: Tensor, auto: str, times: dict[str, float]) -> st
     if not x.is_cuda:
         return "not on a GPU: blocks run eagerly"
     if auto == "eager":
-        return dispatch.why_not(block, "fused", x, len(x)) or "blocks are kept eager for now"
+        return dispatch.why_not(block, "fused", x) or "blocks are kept eager for now"
     if not {"eager", "fused"} <= times.keys():
         return "exact"
     gain = times["eager"] / times["fused"]
