@@ -206,11 +206,11 @@ def test_evolved_resnet_costs_what_the_paper_says():
 
 def test_default_modes():
     gpu = torch.device("cuda")
-    assert speed.default_modes("resnet50", "plain", gpu) == speed.MODES
+    assert speed.default_modes("resnet50", "plain", gpu) == speed.FAST
     assert speed.default_modes("resnet50", "published", gpu) == ("eager",)
     assert speed.default_modes("resnet18-evolved", "eager", gpu) == ("graph",)
     assert speed.default_modes("resnet18", "folded", gpu) == ("graph", "compiled+graph")
-    assert speed.default_modes("vgg16", "published", gpu) == ("eager", "graph")
+    assert speed.default_modes("vgg16", "published", gpu) == ("graph",)
     assert speed.default_modes("vgg16", "fused", torch.device("cpu")) == ("eager",)
 
 
