@@ -61,7 +61,7 @@ def test_there_is_a_line_for_each_layer_in_columns(told):
 
 def test_it_ends_with_what_all_this_means(told):
     assert told.lines[17].startswith("On this CPU auto runs blocks eagerly: ")
-    assert "it estimates σ, here from 2 of 2 images" in told.lines[17]
+    assert "it estimates σ, here from at least 2 of 2 images" in told.lines[17]
     assert told.data["verdict"] == told.lines[17]
     assert len(told.lines) == 18
 
@@ -151,8 +151,8 @@ def test_on_a_cpu_auto_is_what_eager_takes():
 def test_what_folding_would_save_is_told_with_what_it_costs():
     told = words(steps(), layers("fused"))
     assert told.endswith(
-        "Folded would save 40% of that (1.20 x as long as a plain one), but is not exact: it estimates σ, here from 16 "
-        "of 64 images."
+        "Folded would save 40% of that (1.20 x as long as a plain one), but is not exact: it estimates σ, here from at "
+        "least 16 of 64 images."
     )
     told = words(steps(folded=19.9), layers("fused"))
     assert "Folded takes 1.99 x as long as a plain one, and is not exact" in told

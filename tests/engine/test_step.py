@@ -1,5 +1,7 @@
 """The training step on a CPU does what a loop by hand does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from dyrep.engine.data import Augmentation, ImageArrays, ResidentLoader
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.setup import make_optimizer
 from dyrep.engine.step import TrainStep
+from dyrep.execution import Clock
+from dyrep.execution.settings import SETTLING_STEPS
 from dyrep.models import small_vgg
 
 CPU = torch.device("cpu")
@@ -206,3 +210,23 @@ def test_the_accuracy_counts_what_the_network_said_before_it_learnt_from_it():
     totals = step.read()
     assert totals.correct == (logits.argmax(1) == labels).sum().item()
     assert totals.loss == pytest.approx(16 * F.cross_entropy(logits, labels).item(), rel=1e-5)
+
+
+def test_steps_that_measure_differently_are_captured_apart(monkeypatch):
+    loader = make_loader()
+    step = make_step(make_model(), loader)
+    step._graph_wanted, step._warmup, step.clock = True, 0, Clock(3, managed=True)
+    captured, replayed = [], []
+
+    def capture(kind):
+        captured.append(kind)
+        step._graphs[kind] = SimpleNamespace(replay=lambda: replayed.append(kind))
+        return True
+
+    monkeypatch.setattr(step, "_capture", capture)
+    raw = next(iter(loader.batches(0)))
+    for _ in range(SETTLING_STEPS + 6):
+        step(raw)
+    # at first in every step, for one step each; then in every third, for three
+    assert [tuple(kind) for kind in captured] == [(False, True, 1), (False, False, 3), (False, True, 3)]
+    assert [kind.measured for kind in replayed[SETTLING_STEPS:]] == [False, True, False, False, True, False]

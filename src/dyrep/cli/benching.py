@@ -74,7 +74,7 @@ def verdict(rows: Sequence[StepTime], layers: Sequence[LayerTimes], settings: Be
     gain = (
         f"would save {saved:.0%} of that ({_times(folded)}), but" if saved > _LITTLE else f"takes {_times(folded)}, and"
     )
-    seen = f"{min(settings.images, settings.batch)} of {_count(settings.batch, 'image')}"
+    seen = f"at least {min(settings.images, settings.batch)} of {_count(settings.batch, 'image')}"
     return f"{text}. Folded {gain} is not exact: it estimates σ, here from {seen}."
 
 

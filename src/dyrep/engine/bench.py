@@ -50,7 +50,7 @@ class BenchSettings:
         channels_last: memory layout of images and weights (default: on a GPU).
         branches: those to grow wherever they can (default: all of the paper's that are no duplicates).
         steps: how many steps, and passes through a layer, to take the median of.
-        images: how many images of the batch folded blocks measure σ on.
+        images: on how many images of the batch folded blocks measure σ at least.
     """
 
     model: str

@@ -17,7 +17,7 @@ Crop = Literal["none", "pad", "resized"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Replace = Literal["conv", "conv+norm"]
-Run = Literal["auto", "eager", "fused", "folded"]
+ExecutionName = Literal["auto", "eager", "fused", "folded"]
 SigmaGradient = Literal["none", "length", "weights", "full"]
 
 
@@ -108,7 +108,7 @@ class Recipe:
     copies: int = 4
     max_kernel: int | None = 5
     structure: Mapping[str, Any] | None = None
-    execution: Run = "auto"
+    execution: ExecutionName = "auto"
     sigma_images: int = 16
     sigma_gradient: SigmaGradient = "length"
     sigma_every: int = MEASURE_EVERY
@@ -122,7 +122,7 @@ class Recipe:
             ("schedule", Schedule),
             ("crop", Crop),
             ("precision", Precision),
-            ("execution", Run),
+            ("execution", ExecutionName),
             ("sigma_gradient", SigmaGradient),
         ):
             valid = get_args(literal)

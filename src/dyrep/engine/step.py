@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,14 @@ class Totals:
     examples: float
     steps: int
     diverged: bool
+
+
+class _Kind(NamedTuple):
+    """What tells captured steps apart: whether they score, measure σ, and how many steps a measurement stands for."""
+
+    scored: bool
+    measured: bool
+    span: int
 
 
 class TrainStep:
@@ -84,7 +92,7 @@ class TrainStep:
             optimizer.found_inf = self._diverged  # type: ignore[attr-defined]  # fused: no step after divergence
         self._graph_wanted = graph
         self._warmup = WARMUP_STEPS
-        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
         self._inputs: Raw = ()
 
     def __call__(self, raw: Raw) -> None:
@@ -154,7 +162,7 @@ class TrainStep:
         torch.cuda.current_stream().wait_stream(side)
 
     def _replay(self, raw: Raw) -> None:
-        kind = (self.scorer is not None and self.scorer.due, self.clock.due)
+        kind = _Kind(self.scorer is not None and self.scorer.due, self.clock.due, self.clock.span)
         if not self._inputs:
             self._inputs = tuple(part.to(self._device, copy=True) for part in raw)
         for static, part in zip(self._inputs, raw, strict=True):
@@ -166,8 +174,8 @@ class TrainStep:
             self.scorer.step += 1  # replaying runs no Python, which would have counted
         self._graphs[kind].replay()
 
-    def _capture(self, kind: tuple[bool, bool]) -> bool:
-        """Capture a step, scored or not, σ measured in it or not, without carrying it out; whether that worked."""
+    def _capture(self, kind: _Kind) -> bool:
+        """Capture a step, which does not carry it out; whether that worked."""
         step = 0 if self.scorer is None else self.scorer.step
         self._optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()

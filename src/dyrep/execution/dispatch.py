@@ -39,7 +39,7 @@ def choose(block: Block, settings: Execution, x: Tensor) -> str:
     reason = "" if wanted == "eager" else why_not(block, wanted, x)
     if reason:
         if settings.name != "auto":
-            _tell(wanted, reason, "eagerly")
+            _tell(settings.name, reason, "eagerly")
         return "eager"
     return wanted
 

@@ -3,8 +3,8 @@
 What is missing to do that are the branches' σ. They are measured on the first few images of the batch, where all
 branches are run, or taken from the running statistics in the steps between two measurements. With the gradient
 ``"length"`` nothing is differentiated there: a kernel's gradient is only made orthogonal to it, output channel by
-output channel. That is what a norm does to it too, for what is divided by σ does not depend on the kernel's length,
-and keeps weight decay and learning rate meaning what they mean in a normalised network.
+output channel. A norm's is orthogonal to it too, though not in that direction: it takes out what lies along Cov(x) w,
+this along w.
 """
 
 from __future__ import annotations
@@ -110,14 +110,15 @@ class _Folding:
 
     def _cast_weights(self, block: Block) -> None:
         """Cast the weights of what is run to be measured, in one go."""
+        if not self._measure:
+            return
         convs: list[Any] = [] if block.origin_norm is None else [block]
         for branch in block.branch_modules().values():
             names = ("conv", "point") if part_of(branch) is not None else ("point",)
             convs += [child for name, child in branch.named_children() if name in names]
-        if self._measure:
-            with nullcontext() if self._differentiates else torch.no_grad():
-                casts = cast_all([conv.weight for conv in convs], self._dtype)
-            self._weights.update(zip(convs, casts, strict=True))
+        with nullcontext() if self._differentiates else torch.no_grad():
+            casts = cast_all([conv.weight for conv in convs], self._dtype)
+        self._weights.update(zip(convs, casts, strict=True))
 
     def _run(self, branch: Branch, x: Tensor) -> Tensor:
         """A branch that consists of one convolution, on the images looked at."""

@@ -40,7 +40,7 @@ from dyrep.kernels import Part, assemble, cast_all, fan_out, normalised_sum, pat
 from dyrep.norm import BranchNorm, track_all_
 
 MOMENTS_FROM = 16 << 20
-"""Bytes of a block's input from which on pointwise branches are not run. Found by measurement on an H200."""
+"""Bytes of a block's input from which on pointwise branches are not run. It serves, but has not been tuned."""
 
 PATCH_UP_TO = 256
 """Largest patch, in numbers, whose moments are computed for a first convolution."""

@@ -2,8 +2,8 @@
 
     K = base + Σ_j a_j · place(W_j) + a · identity
 
-`place` puts a small kernel at its taps of the large one, or spreads a pointwise one evenly over all of them. One
-kernel reads everything and writes K in the dtype of the convolution; one more gives all gradients.
+`place` puts a small kernel at its taps of the large one, or spreads a pointwise one evenly over all of them. On a GPU
+one pass reads everything and writes K in the dtype of the convolution; backward there is one for every W_j.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def layout_of(x: Tensor) -> Layout:
     """How a dense tensor lies in memory."""
     batch, channels = x.shape[:2]
     positions = x.numel() // max(batch * channels, 1)
-    if x.is_contiguous(memory_format=memory_format_of(x)) and memory_format_of(x) != torch.contiguous_format:
+    if memory_format_of(x) != torch.contiguous_format:
         return Layout(1, batch * positions, channels, 0, channels, 1)
     return Layout(batch, positions, channels, channels * positions, 1, positions)
 
