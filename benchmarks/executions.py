@@ -28,7 +28,7 @@ ARMS = {
     "fused": f"{BLOCKS} --execution fused",
     "folded": f"{BLOCKS} --execution folded",
     "folded, measured in every step": f"{BLOCKS} --execution folded --sigma-every 1",
-    "folded, no gradient of σ": f"{BLOCKS} --execution folded --sigma-gradient none",
+    "folded, σ differentiated": f"{BLOCKS} --execution folded --sigma-gradient weights --sigma-every 1",
 }
 DEFAULT_ARMS = ("plain", "fused", "folded")
 TIMED_EPOCHS = 3

@@ -82,14 +82,15 @@ CASES = {
 
 
 def default_modes(case: str, arm: str, device: torch.device) -> tuple[str, ...]:
-    """The modes that tell something about an arm: a large network gains little from a graph, a small one a lot."""
+    """The modes that tell something about an arm."""
     if device.type == "cpu":
         return ("eager",)
     if arm == "plain":
         return FAST
-    if case == "vgg16" or arm == "eager":
-        return ("graph",)
-    return ("eager",) if arm == "published" else ("graph", "compiled+graph")
+    if arm in ("fused", "folded"):
+        return ("graph", "compiled+graph")
+    # eager blocks as fast as they get; the published one as it is used, except where launching takes most of the time
+    return ("graph",) if arm == "eager" or case == "vgg16" else ("eager",)
 
 
 def expanded_layers(case: Case) -> list[str]:

@@ -194,7 +194,7 @@ def test_a_folded_block_on_the_whole_batch_equals_an_eager_one(ran):
     assert ran == ["folded"]
 
 
-@pytest.mark.parametrize("gradient", ["none", "length", "weights", "full"])
+@pytest.mark.parametrize("gradient", ["none", "weights", "full"])
 def test_a_folded_block_computes_on_the_gpu_what_it_computes_on_the_cpu(gradient, ran):
     block, x = paper_block(bias=True), pictures()
     run = dispatched("folded", images=3, values=1, gradient=gradient)

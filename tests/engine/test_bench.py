@@ -11,7 +11,7 @@ import torch
 
 import dyrep
 from dyrep.block import RepConv
-from dyrep.engine import bench
+from dyrep.engine import bench, rundir
 from dyrep.engine.bench import ARMS, Bench, BenchSettings, StepTime
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY
@@ -257,7 +257,7 @@ def test_the_report_holds_everything_as_data(trained):
     report = json.loads(json.dumps(made.report(rows, layers)))
     assert [row["arm"] for row in report["steps"]] == list(ARMS)
     assert report["versions"]["torch"] == torch.__version__.partition("+")[0]
-    assert "CPU" in report["hardware"]
+    assert report["hardware"] == rundir.hardware()
     assert (report["settings"]["batch"], report["settings"]["device"]) == (4, "cpu")
     assert list(report["branches"]) == [layer["layer"] for layer in report["layers"]]
     layer = report["layers"][1]

@@ -116,7 +116,7 @@ def test_a_folded_block_in_training_is_run_with_its_own_settings():
 @pytest.mark.parametrize("mode", ["zeros", "reflect"])
 def test_a_folded_block_takes_a_single_image_without_batch_dimension(training, mode):
     block, x = seven_branches(padding_mode=mode).train(training), images(1)
-    block.execution = Execution("folded")
+    block.execution = Execution("folded", gradient="full")
     y = block(x[0])
     assert y.shape == (4, 6, 5)
     assert torch.allclose(y, block(x)[0], atol=1e-12)
@@ -231,7 +231,7 @@ def test_a_block_in_place_of_a_norm_is_folded_with_the_full_gradient_alone():
     assert way("folded", block, images(), gradient="full") == "folded"
     with pytest.warns(UserWarning, match="execution='folded' runs exactly: .* needs gradient='full'"):
         assert way("folded", block, images()) == "eager"
-    assert way("folded", block, on_gpu(), gradient="length") == "fused"
+    assert way("folded", block, on_gpu(), gradient="none") == "fused"
 
 
 def test_without_triton_nothing_is_fused(monkeypatch):

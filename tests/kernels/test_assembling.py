@@ -29,9 +29,6 @@ def formula(
     total = torch.zeros(shape, dtype=torch.float64, device=like.device) if base is None else base.double()
     for part, scale in zip(parts, scales.double(), strict=True):
         w = part.kernel.double()
-        if part.invariant:
-            length = w.flatten(1).norm(dim=1)
-            scale = scale * length.detach() / length
         w = scale[:, None, None, None] * w
         if part.spread:
             total = total + w / (size[0] * size[1])
@@ -47,9 +44,7 @@ def formula(
     return total + identity.double()[:, None, None, None] * large
 
 
-def all_kinds(
-    setting: Setting, channels: Pair, size: Pair, *, invariant: bool = False, inner: bool = False
-) -> list[Part]:
+def all_kinds(setting: Setting, channels: Pair, size: Pair, *, inner: bool = False) -> list[Part]:
     """A part of each kind: pointwise, an average, a row, a column, one of full size, and one off the centre."""
     top, left = centre = (size[0] // 2, size[1] // 2)
     kinds = [
@@ -60,7 +55,7 @@ def all_kinds(
         (size, (0, 0), False),
         ((size[0] - top, size[1] - left), centre, False),
     ]
-    return [Part(setting.randn(*channels, *own, inner=inner), tap, spread, invariant) for own, tap, spread in kinds]
+    return [Part(setting.randn(*channels, *own, inner=inner), tap, spread) for own, tap, spread in kinds]
 
 
 def check(
@@ -83,9 +78,8 @@ def check(
 
 
 @both_layouts
-@pytest.mark.parametrize("invariant", [False, True], ids=["", "invariant"])
-def test_kernel_and_all_gradients_are_those_of_the_formula(setting, inner, invariant):
-    parts = all_kinds(setting, (6, 3), (3, 3), invariant=invariant, inner=inner)
+def test_kernel_and_all_gradients_are_those_of_the_formula(setting, inner):
+    parts = all_kinds(setting, (6, 3), (3, 3), inner=inner)
     base = setting.randn(6, 3, 3, 3, inner=inner)
     check(setting, base, parts, (3, 3), identity_tap=(1, 1))
 
@@ -120,8 +114,8 @@ def test_base_and_identity_can_be_left_out(single):
     check(single, single.randn(4, 2, 3, 3), parts, (3, 3))
 
 
-def test_there_can_be_many_parts_and_only_some_of_them_invariant(single):
-    parts = [*all_kinds(single, (3, 2), (3, 3)), *all_kinds(single, (3, 2), (3, 3), invariant=True)]
+def test_there_can_be_many_parts(single):
+    parts = [*all_kinds(single, (3, 2), (3, 3)), *all_kinds(single, (3, 2), (3, 3))]
     check(single, None, parts, (3, 3))
 
 
@@ -134,24 +128,6 @@ def test_without_parts_it_is_the_base_and_the_identity(single):
 
 def test_without_parts_there_are_gradients(single):
     check(single, single.randn(3, 3, 3, 3), [], (3, 3), (1, 1))
-
-
-def test_an_invariant_part_changes_only_its_direction(single):
-    parts = all_kinds(single, (5, 3), (3, 3), invariant=True)
-    grads = check(single, None, parts, (3, 3))
-    for part, grad in zip(parts, grads, strict=False):
-        along = (grad * part.kernel).sum((1, 2, 3)).abs()
-        assert (along <= 1e-5 * (grad.abs() * part.kernel.abs()).sum((1, 2, 3))).all()
-        assert grad.abs().max() > 0.1
-
-
-@pytest.mark.parametrize(("value", "inputs"), [(0.0, 2), (0.7, 1)], ids=["zero", "one number"])
-def test_an_invariant_part_may_have_no_direction_to_change(single, value, inputs):
-    kernel = torch.full((3, inputs, 1, 1), value, device=single.device, requires_grad=True)
-    out = assemble(None, [Part(kernel, (1, 1), invariant=True)], single.randn(1, 3), size=(3, 3), dtype=single.dtype)
-    (grad,) = torch.autograd.grad(out.sum(), kernel)
-    assert grad.isfinite().all()
-    assert value == 0 or grad.abs().max() < 1e-6
 
 
 def test_the_result_may_be_narrower_than_what_it_consists_of(single):
@@ -178,7 +154,7 @@ def test_the_result_lies_in_memory_as_the_base_does_or_the_first_part(single, in
 
 
 def test_kernels_may_be_permuted_and_the_base_a_slice(single):
-    parts = [Part(single.randn(3, 5, 3, 3).detach().transpose(0, 1).requires_grad_(), invariant=True)]
+    parts = [Part(single.randn(3, 5, 3, 3).detach().transpose(0, 1).requires_grad_())]
     check(single, single.slice_of(single.randn(5, 3, 3, 3)), parts, (3, 3))
 
 
@@ -195,7 +171,7 @@ def test_the_gradient_may_lie_in_memory_as_it_likes(single):
 
 
 def test_two_calls_give_the_same_bits(single):
-    parts, scales = all_kinds(single, (3, 3), (3, 3), invariant=True)[:4], single.randn(4, 3)
+    parts, scales = all_kinds(single, (3, 3), (3, 3))[:4], single.randn(4, 3)
     results = []
     for _ in range(2):
         out = assemble(None, parts, scales, size=(3, 3), dtype=single.dtype)
@@ -274,13 +250,13 @@ def test_what_does_not_fit_gets_its_gradients_from_pytorch(triton_only, monkeypa
     from dyrep.kernels import assembling_triton
 
     monkeypatch.delattr(assembling_triton, "backward")
-    parts = all_kinds(triton_only, (2, 1030), (3, 3), invariant=True)[:3]
+    parts = all_kinds(triton_only, (2, 1030), (3, 3))[:3]
     check(triton_only, triton_only.randn(2, 1030, 3, 3), parts, (3, 3))
 
 
 def test_double_precision_is_kept_where_kernels_would_not(triton_only):
     exact = triton_only._replace(dtype=torch.float64)
-    check(exact, exact.randn(6, 3, 3, 3), all_kinds(exact, (6, 3), (3, 3), invariant=True), (3, 3), (1, 1))
+    check(exact, exact.randn(6, 3, 3, 3), all_kinds(exact, (6, 3), (3, 3)), (3, 3), (1, 1))
 
 
 @both_layouts
@@ -289,7 +265,7 @@ def test_the_operator_is_registered_as_pytorch_wants_it(inner, based):
     setting = Setting("cpu", torch.float32)
     kernels = [setting.randn(4, 2, 1, 1, inner=inner), setting.randn(4, 2, 3, 3, inner=inner)]
     base, identity = (setting.randn(4, 2, 3, 3, inner=inner), setting.randn(4)) if based else (None, None)
-    places = [1, 1, 0, 0, 0, 0, 0, 1]
+    places = [1, 1, 0, 0, 0, 0]
     arguments = (base, kernels, setting.randn(2, 4), places, identity, [1, 1], [3, 3], torch.bfloat16)
     torch.library.opcheck(torch.ops.dyrep.assemble.default, arguments, test_utils=OPCHECKS)
 
@@ -301,19 +277,18 @@ def test_the_operator_is_registered_as_pytorch_wants_it(inner, based):
     inputs=st.integers(2, 6),
     size=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     inner=st.booleans(),
-    invariant=st.booleans(),
     tile=st.sampled_from([16, 128, 8192]),
     data=st.data(),
 )
-def test_sweep_of_kernels_and_places(triton_only, groups, inputs, size, inner, invariant, tile, data):
+def test_sweep_of_kernels_and_places(triton_only, groups, inputs, size, inner, tile, data):
     from dyrep.kernels import assembling_triton
 
     channels = (groups * inputs, inputs)
-    parts = all_kinds(triton_only, channels, size, inner=inner, invariant=invariant)[:2]
+    parts = all_kinds(triton_only, channels, size, inner=inner)[:2]
     for _ in range(2):
         own = tuple(data.draw(st.integers(1, n)) for n in size)
         tap = tuple(data.draw(st.integers(0, n - k)) for n, k in zip(size, own, strict=True))
-        parts.append(Part(triton_only.randn(*channels, *own, inner=inner), tap, invariant=not invariant))
+        parts.append(Part(triton_only.randn(*channels, *own, inner=inner), tap))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembling_triton, "_TILE", tile)
         check(triton_only, triton_only.randn(*channels, *size, inner=inner), parts, size, (0, size[1] - 1), 1e-4)

@@ -18,7 +18,7 @@ Schedule = Literal["cosine", "constant"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Replace = Literal["conv", "conv+norm"]
 ExecutionName = Literal["auto", "eager", "fused", "folded"]
-SigmaGradient = Literal["none", "length", "weights", "full"]
+SigmaGradient = Literal["none", "weights", "full"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Recipe:
     structure: Mapping[str, Any] | None = None
     execution: ExecutionName = "auto"
     sigma_images: int = 16
-    sigma_gradient: SigmaGradient = "length"
+    sigma_gradient: SigmaGradient = "none"
     sigma_every: int = MEASURE_EVERY
     dyrep: DyRepConfig = field(default_factory=DyRepConfig)
     repnas: RepNASConfig = field(default_factory=RepNASConfig)

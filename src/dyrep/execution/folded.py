@@ -1,10 +1,8 @@
 """The block as one convolution: its kernel is computed from the branches at every step.
 
-What is missing to do that are the branches' σ. They are measured on the first few images of the batch, where all
-branches are run, or taken from the running statistics in the steps between two measurements. With the gradient
-``"length"`` nothing is differentiated there: a kernel's gradient is only made orthogonal to it, output channel by
-output channel. A norm's is orthogonal to it too, though not in that direction: it takes out what lies along Cov(x) w,
-this along w.
+What is missing to do that are the branches' σ. Every few steps all branches are run on the first few images of the
+batch, and what is measured there moves the running statistics, which the kernel is computed with. Only a gradient
+through σ needs the measured σ itself: where one is asked for, it takes the place of the running one in these steps.
 """
 
 from __future__ import annotations
@@ -62,7 +60,6 @@ class _Folding:
 
     def __init__(self, settings: Execution, dtype: torch.dtype) -> None:
         self._dtype, self._measure, self._span = dtype, settings.clock.due, settings.clock.span
-        self._invariant = settings.gradient == "length"
         self._differentiates = settings.gradient in ("weights", "full")
         self._weights: dict[object, Tensor] = {}
 
@@ -72,7 +69,7 @@ class _Folding:
         folds: list[_Fold] = []
         self._cast_weights(block)
         if block.origin_norm is not None:
-            part = Part(block.weight, invariant=self._invariant)
+            part = Part(block.weight)
             output = self._seen(lambda: convolve(g, x, self._weights[block], block.bias))
             folds.append(_Fold(part, output, cast(BranchNorm, block.origin_norm)))
         folds += [self._branch(branch, x) for branch in block.branch_modules().values()]
@@ -95,7 +92,7 @@ class _Folding:
 
     def _branch(self, branch: Branch, x: Tensor) -> _Fold:
         norm = cast(BranchNorm, branch.norm)
-        part = part_of(branch, invariant=self._invariant)
+        part = part_of(branch)
         if isinstance(branch, ResidualBranch):
             return _Fold(None, self._seen(lambda: branch.linear(x)), norm)
         g = branch.geometry
@@ -105,8 +102,7 @@ class _Folding:
             kernel = self._pointwise_kernel(branch, branch.inner_norm, x)
         else:
             kernel = branch.kernel(self._dtype)
-        part = Part(kernel, invariant=self._invariant)
-        return _Fold(part, self._seen(lambda: convolve(g, x, kernel)), norm)
+        return _Fold(Part(kernel), self._seen(lambda: convolve(g, x, kernel)), norm)
 
     def _cast_weights(self, block: Block) -> None:
         """Cast the weights of what is run to be measured, in one go."""
@@ -133,8 +129,7 @@ class _Folding:
         groups = branch.geometry.groups
         mixed = self._seen(lambda: F.conv2d(x, self._weights[branch.point], groups=groups))
         scale, _ = self._scales([_Fold(None, mixed, inner)])
-        part = Part(weight, invariant=self._invariant)
-        point = assemble(None, [part], scale, size=(1, 1), dtype=self._dtype)
+        point = assemble(None, [Part(weight)], scale, size=(1, 1), dtype=self._dtype)
         if is_plain(branch.conv):
             second = cast(Tensor, branch.conv.weight)
         else:
@@ -156,7 +151,8 @@ class _Folding:
         if outputs:
             mean, var = statistics(outputs)
             track_all_(norms, mean, var, outputs[0].numel() // outputs[0].shape[1], self._span)
-            return scales_and_shift(norms, mean.unbind(), var.unbind())
+            if self._differentiates:
+                return scales_and_shift(norms, mean.unbind(), var.unbind())
         running = [norm.running_mean for norm in norms if norm.running_mean is not None]
         means = [wide(mean) for mean in running] if running else None
         return scales_and_shift(norms, means, [wide(norm.running_var) for norm in norms])

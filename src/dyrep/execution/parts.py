@@ -130,15 +130,15 @@ def scales_and_shift(
     return scales, shift
 
 
-def part_of(branch: Branch, *, invariant: bool = False) -> Part | None:
+def part_of(branch: Branch) -> Part | None:
     """The kernel of a branch that consists of one convolution, and where it goes; None for any other branch."""
     g = branch.geometry
     if isinstance(branch, SmallKernelBranch) and is_plain(branch.conv):
         weight = cast(Tensor, branch.conv.weight)
         tap = (0 if n == k else c for n, k, c in zip(weight.shape[2:], g.kernel_size, g.center, strict=True))
-        return Part(weight, tap=cast("tuple[int, int]", tuple(tap)), invariant=invariant)
+        return Part(weight, tap=cast("tuple[int, int]", tuple(tap)))
     if isinstance(branch, AverageBranch) and branch.point is not None and pools_itself(branch):
-        return Part(cast(Tensor, branch.point.weight), spread=True, invariant=invariant)
+        return Part(cast(Tensor, branch.point.weight), spread=True)
     return None
 
 

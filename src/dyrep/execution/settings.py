@@ -13,19 +13,19 @@ from dyrep.errors import ConfigError
 EXECUTIONS = ("auto", "eager", "fused", "folded")
 """Ways to run a block: see `dyrep.set_execution_`."""
 
-SIGMA_GRADIENTS = ("none", "length", "weights", "full")
-"""What the gradient of a folded block knows about σ: nothing; that it grows with the length of the branch's kernel; how
-it depends on the weights; how it depends on weights and input."""
+SIGMA_GRADIENTS = ("none", "weights", "full")
+"""What the gradient of a folded block knows about σ: nothing; how it depends on the
+weights; how it depends on weights and input."""
 
 
-MEASURE_EVERY = 2
+MEASURE_EVERY = 4
 """In every so manyth step folded blocks measure σ, if nothing else is asked for."""
 
 ENOUGH_VALUES = 4096
 """So many values of a channel are enough to measure σ on."""
 
 SETTLING_STEPS = 20
-"""Steps at the beginning in all of which σ is measured, until running statistics can stand in for it."""
+"""Steps at the beginning in all of which σ is measured, until running statistics can be relied on."""
 
 
 class Clock:
@@ -87,7 +87,7 @@ class Execution:
     name: str = "auto"
     images: int = 16
     values: int = ENOUGH_VALUES
-    gradient: str = "length"
+    gradient: str = "none"
     clock: Clock = field(default_factory=Clock, compare=False)
 
     def __post_init__(self) -> None:

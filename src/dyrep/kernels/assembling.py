@@ -26,14 +26,11 @@ class Part:
         kernel: shape ``(out, in / groups, height, width)``.
         tap: where its first tap goes; of no meaning if it is spread.
         spread: whether it is pointwise and stands for an average over all taps.
-        invariant: whether its scale stands for 1 / its length, output channel by output channel: whatever the scale
-            given, the gradient is then at right angles to the kernel, as a norm's is.
     """
 
     kernel: Tensor
     tap: tuple[int, int] = (0, 0)
     spread: bool = False
-    invariant: bool = False
 
 
 def assemble(
@@ -64,7 +61,7 @@ def assemble(
                 [0., 2., 0.],
                 [0., 0., 0.]])
     """
-    places = [int(value) for part in parts for value in (*part.tap, part.spread, part.invariant)]
+    places = [int(value) for part in parts for value in (*part.tap, part.spread)]
     kernels = [part.kernel for part in parts]
     identity = None if identity is None else identity.contiguous()
     return _assemble(base, kernels, scales.contiguous(), places, identity, list(identity_tap), list(size), dtype)
@@ -132,17 +129,12 @@ def _assemble_backward(
     wide = grad.to(scales.dtype)
     grads, along = [], []
     for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
-        top, left, spread, invariant = place
+        top, left, spread = place
         w = kernel.to(scales.dtype)
         here = wide[:, :, top : top + w.shape[2], left : left + w.shape[3]]
         part = wide.mean((2, 3), keepdim=True) if spread else here
-        s = (part * w).sum((1, 2, 3))
-        change = scale[:, None, None, None] * part
-        if invariant:
-            length = w.square().sum((1, 2, 3))
-            change = change - (scale * s / length.clamp(min=1e-30))[:, None, None, None] * w
-        grads.append(torch.empty_like(kernel).copy_(change))
-        along.append(s)
+        grads.append(torch.empty_like(kernel).copy_(scale[:, None, None, None] * part))
+        along.append((part * w).sum((1, 2, 3)))
     return grads, torch.stack(along) if along else torch.empty_like(scales)
 
 
@@ -189,12 +181,12 @@ def _empty(like: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=memory_format_of(like))
 
 
-def _by_part(places: list[int]) -> list[tuple[int, int, int, int]]:
-    return [(places[i], places[i + 1], places[i + 2], places[i + 3]) for i in range(0, len(places), 4)]
+def _by_part(places: list[int]) -> list[tuple[int, int, int]]:
+    return [(places[i], places[i + 1], places[i + 2]) for i in range(0, len(places), 3)]
 
 
-def _placed(kernel: Tensor, size: list[int], place: tuple[int, int, int, int]) -> Tensor:
-    top, left, spread, _ = place
+def _placed(kernel: Tensor, size: list[int], place: tuple[int, int, int]) -> Tensor:
+    top, left, spread = place
     if spread:
         return kernel.expand(*kernel.shape[:2], *size) / (size[0] * size[1])
     below, right = size[0] - top - kernel.shape[2], size[1] - left - kernel.shape[3]

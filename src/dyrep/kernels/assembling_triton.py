@@ -44,11 +44,11 @@ def backward(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[i
     inputs, taps = next_power_of_two(grad.shape[1]), next_power_of_two(grad.shape[2] * grad.shape[3])
     along = torch.empty_like(scales)
     for j, (kernel, out, facts) in enumerate(zip(kernels, grads, _facts(kernels, places, grad.shape), strict=True)):
-        spread, invariant = places[4 * j + 2 : 4 * j + 4]
+        spread = bool(places[3 * j + 2])
         own = taps if spread else next_power_of_two(kernel.shape[2] * kernel.shape[3])
         _assemble_backward_kernel[(grad.shape[0],)](
             grad, kernel, out, scales[j], along[j], grad.stride(), out.stride(), *facts[:6], grad.shape[1],
-            grad.shape[2], grad.shape[3], kernel.shape[2], kernel.shape[3], own, bool(spread), bool(invariant), inputs,
+            grad.shape[2], grad.shape[3], kernel.shape[2], kernel.shape[3], own, spread, inputs,
             num_warps=_warps(inputs * own),
         )  # fmt: skip
     return grads, along
@@ -73,7 +73,7 @@ def _facts(kernels: list[Tensor], places: list[int], size: torch.Size) -> list[l
     """Numbers that describe a part: four strides, its first tap, its size, and what to divide it by."""
     facts = []
     for j, kernel in enumerate(kernels):
-        top, left, spread, _ = places[4 * j : 4 * j + 4]
+        top, left, spread = places[3 * j : 3 * j + 3]
         top, left = (0, 0) if spread else (top, left)
         strides = (kernel.stride(0), kernel.stride(1), *((0, 0) if spread else kernel.stride()[2:]))
         facts.append(
@@ -114,7 +114,7 @@ def _assemble_kernel(
 def _assemble_backward_kernel(
     grad, kernel, out, scales, along, strides, out_strides, w_output, w_input, w_row, w_column, top, left, channels,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
-    SPREAD: tl.constexpr, INVARIANT: tl.constexpr, INPUTS: tl.constexpr,
+    SPREAD: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one part and of its scale, in one output channel."""
     o = tl.program_id(0)
@@ -136,10 +136,5 @@ def _assemble_backward_kernel(
         at = o * w_output + i * w_input + row * w_row + column * w_column
         to = o * out_strides[0] + i * out_strides[1] + row * out_strides[2] + column * out_strides[3]
     w = tl.load(kernel + at, mask=mask, other=0.0).to(tl.float32)
-    scale = tl.load(scales + o)
-    total = tl.sum(tl.sum(g * w, 0), 0)
-    tl.store(along + o, total)
-    change = scale * g
-    if INVARIANT:
-        change -= scale * total / tl.maximum(tl.sum(tl.sum(w * w, 0), 0), 1e-30) * w
-    tl.store(out + to, change.to(out.dtype.element_ty), mask=mask)
+    tl.store(along + o, tl.sum(tl.sum(g * w, 0), 0))
+    tl.store(out + to, (tl.load(scales + o) * g).to(out.dtype.element_ty), mask=mask)

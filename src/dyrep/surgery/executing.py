@@ -18,7 +18,7 @@ def set_execution_(
     *,
     images: int = 16,
     values: int = ENOUGH_VALUES,
-    gradient: str = "length",
+    gradient: str = "none",
     every: int = MEASURE_EVERY,
     clock: Clock | None = None,
 ) -> None:
@@ -41,9 +41,9 @@ def set_execution_(
         images: on how many images of each batch folded blocks measure σ at least.
         values: how many values of a channel they look at at least. Where images have few positions this takes more
             images, up to the whole batch.
-        gradient: what a folded block's gradient knows about σ. ``"length"``: that it is proportional to the length of
-            the branch's kernel, which costs nothing; ``"weights"`` and ``"full"``: how σ of the images looked at
-            depends on the weights, or on weights and input; ``"none"``: nothing.
+        gradient: what a folded block's gradient knows about σ. ``"none"``: nothing, and σ is that of the running
+            statistics, which measurements only move; ``"weights"`` and ``"full"``: how σ of the images looked at
+            depends on the weights, or on weights and input, at the price of a backward pass through all branches.
         every: measure σ in every n-th step; in between, running statistics serve. Code that is compiled, or captured
             in a CUDA graph by other than `dyrep train`, measures in every step.
         clock: what says instead of ``every`` in which steps to measure, see `dyrep.execution.Clock`; for those who
