@@ -189,8 +189,8 @@ def executions_table() -> str:
         if found:
             spread = statistics.stdev(found) if len(found) > 1 else float("nan")
             each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
-            seconds = data["epoch_seconds"][arm]
-            lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds:.2f} |")
+            seconds = f"{data['epoch_seconds'][arm]:.2f}" if arm in data["epoch_seconds"] else "not measured"
+            lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds} |")
     versions = data["versions"]
     lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
     return "\n".join(lines)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from kernel_helpers import CUDA, OURS, Setting
 
-import dyrep.kernels
 from dyrep.kernels import (
     Part,
     assemble,
@@ -115,7 +114,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """What is called of the modules with kernels, noted from now on."""
     seen: set[str] = set()
     for name in OURS:
-        module = getattr(dyrep.kernels, name)
+        module = importlib.import_module(f"dyrep.kernels.{name}")
         for function in [key for key in vars(module) if not key.startswith("_")]:
             original = getattr(module, function)
             if getattr(original, "__module__", "") != module.__name__ or function == "fits":

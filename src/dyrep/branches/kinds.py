@@ -184,7 +184,9 @@ class AverageBranch(Branch):
             kernel = x.new_full((g.in_channels, 1, *g.kernel_size), 1 / g.taps)
             conv = _CONV_FUNCTIONS[g.ndim - 1]
             return conv(x, kernel, None, g.stride, pads, g.dilation, g.in_channels)
-        if any(2 * p > k for p, k in zip(pads, g.kernel_size, strict=True)):  # more than pooling accepts
+        too_wide = any(2 * p > k for p, k in zip(pads, g.kernel_size, strict=True))  # more than pooling accepts
+        # With channels innermost, padding makes the gradient wrong on a GPU in many versions of torch (issue 188344).
+        if too_wide or (x.is_cuda and any(pads) and not x.is_contiguous()):
             x, pads = pad_or_crop(x, g.pads), (0,) * g.ndim
         return _POOL_FUNCTIONS[g.ndim - 1](x, g.kernel_size, g.stride, pads, count_include_pad=True)
 

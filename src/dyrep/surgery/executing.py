@@ -29,8 +29,8 @@ def set_execution_(
       on the CPU it means eager, and where a block cannot be fused (shared batch statistics, double precision) it says
       so and runs eagerly.
     - ``"folded"`` runs one convolution per block, with a kernel computed from the branches and with σ measured on a
-      few images. It is not the same function of the batch, and how well it learns is still being measured; in eval
-      mode, and deployed, it is the same.
+      few images. It is not the same function of the batch and learns a little less well, at little more than the cost
+      of plain training; in eval mode, and deployed, it is the same.
     - ``"auto"``, the default, is fused where it can be, else eager.
 
     Blocks that grow later are ``"auto"``, unless `dyrep.DyRep` is told otherwise.
