@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint picture drift loop methods digits speed executions clean
+.PHONY: demo test test-slow lint pictures drift loop methods digits speed executions clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -15,7 +15,7 @@ demo: .venv/.installed
 	$(BIN)/dyrep train --out runs/demo --device cpu
 	$(BIN)/dyrep inspect runs/demo
 	$(BIN)/dyrep deploy runs/demo -o runs/demo/deployed.safetensors
-	$(BIN)/python -m dyrep.report.evolution runs/demo -o runs/demo/evolution.png
+	$(BIN)/dyrep report runs/demo -o runs/demo/report.html
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -29,8 +29,9 @@ test: lint
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow -n $(WORKERS)
 
-picture: demo   # the figure in the README
-	cp runs/demo/evolution.png docs/evolution.png
+pictures: demo   # the figures in the README
+	cp runs/demo/report-figures/timeline-1.png docs/timeline.png
+	$(BIN)/dyrep draw runs/demo conv6 -o docs/block.png
 
 drift: .venv/.installed   # the table in docs/numerics.md
 	$(BIN)/python benchmarks/drift.py --out results/drift.json

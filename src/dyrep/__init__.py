@@ -9,6 +9,7 @@ from dyrep.controller import DyRep
 from dyrep.errors import DyRepError
 from dyrep.events import read_events
 from dyrep.execution import EXECUTIONS
+from dyrep.exporting import ExportReport, export
 from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_
 from dyrep.norm import sync_norms_
 from dyrep.scoring import SCORES
@@ -32,6 +33,7 @@ __all__ = [
     "DyRepConfig",
     "DyRepError",
     "Edit",
+    "ExportReport",
     "FoldReport",
     "RepConv1d",
     "RepConv2d",
@@ -45,6 +47,7 @@ __all__ = [
     "cut_",
     "deploy",
     "expand_",
+    "export",
     "follow_",
     "load",
     "measure_executions",

@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import policy
-from dyrep.block import RepConv
+from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
 from dyrep.errors import (
@@ -37,7 +37,7 @@ from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
-from dyrep.surgery.structure import follow_, restructure_, structure
+from dyrep.surgery.structure import follow_, importances, restructure_, structure
 from dyrep.surgery.targets import Target
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
@@ -174,12 +174,12 @@ class DyRep:
                 tolerance=self.config.drift_tolerance,
                 distributed=self._distributed,
             )
-            importances: dict[str, Mapping[str, float]] = {}
+            strengths: dict[str, Mapping[str, float]] = {}
             try:
                 if guard.healthy:
                     self._grow(model, guard, scores, data)
                     blocks = _block_states(model)
-                    importances = {name: block.importances for name, block in blocks.items()}
+                    strengths = {name: block.importances for name, block in blocks.items()}
                     self._cut(model, guard, blocks)
                 else:
                     warnings.warn("the model's output is not finite, so its structure stays as it is", stacklevel=3)
@@ -187,7 +187,7 @@ class DyRep:
             except BaseException:
                 guard.undo_all()
                 raise
-        done = [_explained(edit, scores, importances) for edit in guard.done]
+        done = [_explained(edit, scores, strengths) for edit in guard.done]
         if done:
             self._spread(model)
         self.scorer.watch(self._candidates.operations())
@@ -203,7 +203,7 @@ class DyRep:
             scores=scores,
             scored_steps=seen.steps,
             skipped_steps=seen.skipped,
-            importances=importances,
+            importances=strengths,
             structure=structure(model),
             parameters=count_parameters(model),
             macs=None if after is None else after.macs,
@@ -389,23 +389,17 @@ class DyRep:
 
 
 def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:
-    """Importances of all branches, read from the device at once."""
-    blocks = {name: m for name, m in model.named_modules() if isinstance(m, RepConv) and m.branches}
-    values: list[Tensor] = []
-    for block in blocks.values():
-        values += [] if block.origin_norm is None else [block.origin_norm.importance]
-        values += block.importances().values()
-    read = iter(torch.stack(values).tolist() if values else ())
+    """What the cut rule looks at, of every block."""
     states = {}
-    for name, block in blocks.items():
-        origin = None if block.origin_norm is None else next(read)
-        states[name] = policy.BlockState({branch: next(read) for branch in block.branches}, origin)
+    for layer, found in importances(model).items():
+        origin = found.pop(ORIGIN, None)
+        states[layer] = policy.BlockState(found, origin)
     return states
 
 
-def _explained(edit: Edit, scores: Mapping[str, float], importances: Mapping[str, Mapping[str, float]]) -> Edit:
+def _explained(edit: Edit, scores: Mapping[str, float], strengths: Mapping[str, Mapping[str, float]]) -> Edit:
     """An edit with the reason it was made for."""
     if edit.kind == "expand":
         return replace(edit, detail={"score": scores.get(edit.layer), **edit.detail})
-    strengths = {branch: importances[edit.layer][branch] for branch in edit.branches}
-    return replace(edit, detail={"importances": strengths, **edit.detail})
+    cut = {branch: strengths[edit.layer][branch] for branch in edit.branches}
+    return replace(edit, detail={"importances": cut, **edit.detail})

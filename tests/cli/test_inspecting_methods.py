@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ import dyrep
 from dyrep.block import RepConv
 from dyrep.cli.main import main
 from dyrep.engine.running import load_run
-from dyrep.events import read_events
 from dyrep.models import build
-from dyrep.report.evolution import draw_evolution, lives
+from dyrep.report.history import lives
+from dyrep.report.runs import read_run
+from dyrep.report.timeline import timeline
 
 PLAIN_MACS, PLAIN_PARAMETERS, CLASSIFIER = 599_680, 72_666, 64 * 10
 RUNS = {
@@ -212,35 +211,23 @@ def test_a_run_is_deployed_as_it_was_when_training_ended(name, folder, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dbb", "repnas"])
-def test_the_picture_of_a_run_is_drawn(name, folder, tmp_path):
-    picture = tmp_path / "picture.svg"
-    command = [sys.executable, "-m", "dyrep.report.evolution", str(folder(name)), "-o", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(picture)
-    drawn = picture.read_text()
-    assert "<svg" in drawn
-    assert len(drawn) > 5000
-
-
-@pytest.mark.parametrize("name", ["dbb", "repnas"])
-def test_the_picture_of_a_run_reaches_to_its_last_epoch(name, folder, tmp_path):
-    drawn = draw_evolution(read_events(folder(name) / "events.jsonl"), tmp_path / "picture.svg").read_text()
-    words = re.findall("<!-- (.*?) -->", drawn)  # text is drawn as shapes, after a comment each
+def test_the_picture_of_a_run_reaches_to_its_last_epoch(name, folder):
+    drawn = timeline(read_run(folder(name))).svg()
+    words = re.findall(">([^<]+)</text>", drawn)
     assert "conv6" in words
     assert "epoch" in words
     assert RUNS[name][3] in words
 
 
 def test_branches_built_before_training_live_from_the_start(folder):
-    born = lives(read_events(folder("dbb") / "events.jsonl"))
+    born = lives(read_run(folder("dbb")))
     assert len(born) == 3 * 6
     assert {(life.born, life.died) for life in born} == {(0, None)}
 
 
 def test_branches_that_a_search_drops_die_when_it_ends(folder):
     run = folder("repnas")
-    born = lives(read_events(run / "events.jsonl"))
+    born = lives(read_run(run))
     assert {life.born for life in born} == {0}
     assert {life.died for life in born} == {None, 2}
     model, _ = load_run(run)

@@ -146,6 +146,7 @@ def kill_until_done(flags, out, folder, delay, at_most):
     return at_most
 
 
+@pytest.mark.slow
 def test_the_command_killed_at_random_moments(driver, noisy_net, tmp_path):
     assert driver(LONGER, tmp_path / "whole") == 0
     draw = random.Random(0)

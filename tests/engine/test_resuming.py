@@ -38,6 +38,7 @@ def whole(tmp_path_factory, noisy_net):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_stopping_after_every_single_step_changes_nothing(case, whole, tmp_path, monkeypatch):
     starts = 0

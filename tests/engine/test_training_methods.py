@@ -240,7 +240,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", [case for case in RESUMED if "repnas" not in case])
-@pytest.mark.parametrize("places", [(3,), (STEPS, 4)], ids=str)
+@pytest.mark.parametrize("places", [(3,), pytest.param((STEPS, 4), marks=pytest.mark.slow)], ids=str)
 def test_a_run_of_blocks_stopped_and_continued_equals_one_that_was_not(case, places, whole, tmp_path, monkeypatch):
     for steps in places:
         assert not train_some(RESUMED[case], settings(tmp_path), steps, monkeypatch)
@@ -249,7 +249,9 @@ def test_a_run_of_blocks_stopped_and_continued_equals_one_that_was_not(case, pla
 
 
 @pytest.mark.parametrize("case", [case for case in RESUMED if "repnas" in case])
-@pytest.mark.parametrize("place", [*list(PLACES)[:3], pytest.param("everywhere", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place", [*list(PLACES)[:1], *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
+)
 def test_a_search_stopped_and_continued_equals_one_that_was_not(case, place, whole, tmp_path, monkeypatch):
     for steps in PLACES[place]:
         assert not train_some(RESUMED[case], settings(tmp_path), steps, monkeypatch)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
+from dyrep.cli.output import write_json
 from dyrep.engine.bench import ARMS, Bench, BenchSettings, StepTime
 from dyrep.engine.rundir import hardware
 from dyrep.errors import ConfigError, DyRepError
-from dyrep.files import replacing
 from dyrep.surgery.timing import LayerTimes
 
 _LITTLE = 0.02  # a share of time that is not worth speaking of
@@ -54,7 +53,7 @@ def bench_model(
     words = verdict(rows, found, settings)
     print(f"\n{words}")
     if file is not None:
-        _write(file, {**bench.report(rows, found if layers else ()), "verdict": words})
+        write_json(file, {**bench.report(rows, found if layers else ()), "verdict": words})
 
 
 def verdict(rows: Sequence[StepTime], layers: Sequence[LayerTimes], settings: BenchSettings) -> str:
@@ -136,11 +135,3 @@ def _table(layers: Sequence[LayerTimes]) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-def _write(file: Path, data: Mapping[str, Any]) -> None:
-    try:
-        with replacing(file) as temporary:
-            temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise DyRepError(f"{file} cannot be written: {error}") from error

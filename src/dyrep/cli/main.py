@@ -1,4 +1,4 @@
-"""``dyrep train``, ``dyrep inspect``, ``dyrep deploy``, ``dyrep bench``, ``dyrep recipes``, ``dyrep methods``."""
+"""The command ``dyrep``: finds out what is wanted, and imports no more than that needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ usage: dyrep COMMAND ...
   dyrep train [RECIPE] [--data DIR] [...]    train a network, or continue a run that was stopped
   dyrep inspect RUN                          the structure of a run's network, with importances and costs
   dyrep deploy RUN -o plain.safetensors      fold a run's network into the plain one, checked
+  dyrep export RUN --onnx model.onnx         fold a run's network and write it for other programs, checked
+  dyrep report RUN [RUN ...] -o report.html  what happened in runs, on one page, compared
+  dyrep draw RUN LAYER [-o block.svg]        one block with its branches and their importances, as a picture
   dyrep bench MODEL [--batch N] [...]        what branches cost a network here, step by step and layer by layer
   dyrep recipes                              the recipes there are
   dyrep methods                              the methods there are
 
 dyrep COMMAND --help tells more."""
+
+EXTRAS = {
+    "train": ("tyro", "rich", "torchvision", "timm", "sklearn", "PIL"),
+    "report": ("matplotlib",),
+    "export": ("onnx", "onnxruntime", "onnxscript"),
+}
+"""Packages that are not needed by all, by the name under which they are installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "train": _train,
         "inspect": _inspect,
         "deploy": _deploy,
+        "export": _export,
+        "report": _report,
+        "draw": _draw,
         "bench": _bench,
         "recipes": _recipes,
         "methods": _methods,
@@ -45,9 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         commands[words[0]](words[1:])
     except ModuleNotFoundError as error:
-        if error.name not in ("tyro", "rich", "torchvision", "timm", "sklearn", "PIL"):
+        extra = next((extra for extra, packages in EXTRAS.items() if error.name in packages), None)
+        if extra is None:
             raise
-        _fail(f'{error.name} is not installed: pip install "dyrep[train]"', 1)
+        _fail(f'{error.name} is not installed: pip install "dyrep[{extra}]"', 1)
     except ConfigError as error:
         _fail(str(error), 2)
     except DyRepError as error:
@@ -82,6 +96,27 @@ def _deploy(words: list[str]) -> None:
     from dyrep.cli.parsing import parse
 
     parse(deploy_run, words, "dyrep deploy")
+
+
+def _export(words: list[str]) -> None:
+    from dyrep.cli.exporting import export_run
+    from dyrep.cli.parsing import parse
+
+    parse(export_run, words, "dyrep export")
+
+
+def _report(words: list[str]) -> None:
+    from dyrep.cli.parsing import parse
+    from dyrep.cli.reporting import report_runs
+
+    parse(report_runs, words, "dyrep report")
+
+
+def _draw(words: list[str]) -> None:
+    from dyrep.cli.drawing import draw_block
+    from dyrep.cli.parsing import parse
+
+    parse(draw_block, words, "dyrep draw")
 
 
 def _bench(words: list[str]) -> None:

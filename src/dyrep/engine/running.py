@@ -20,8 +20,9 @@ from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World, joined_world
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import read_events
+from dyrep.surgery.costs import costs
 from dyrep.surgery.folding import deploy, verify
-from dyrep.surgery.structure import restructure_, structure
+from dyrep.surgery.structure import importances, restructure_, structure
 
 PLAIN = "plain.safetensors"
 SUMMARY = "summary.json"
@@ -149,10 +150,13 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         "best": None if best is None else {key: best[key] for key in ("epoch", "split", "accuracy")},
         "fold_error": report.error,
         "fold_passed": report.passed,
+        "fold_report": str(report),
         "parameters_plain": sum(p.numel() for p in plain.parameters()),
+        "macs_plain": costs(plain, images[:1]).macs,
         "hardware": hardware(),
         "processes": world.size,
         "structure": structure(trainer.evaluated),
+        "importances": importances(trainer.evaluated),
         "seconds": round(trainer.seconds, 1),
     }
     if rows:

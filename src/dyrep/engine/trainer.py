@@ -41,7 +41,7 @@ from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
-from dyrep.surgery.structure import structure
+from dyrep.surgery.structure import importances, structure
 
 AGREE_STEPS = 20
 """Several processes ask each other this often whether to save or stop."""
@@ -202,6 +202,7 @@ class Trainer:
         row["eval_seconds"] = round(evaluated - trained, 3)
         if self.world.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(self.world.device) / 2**30, 3)
+        row["importances"] = importances(self.model)
         edits = [] if self.controller is None else self._evolve(after_epoch=True)
         row["update_seconds"] = round(time.perf_counter() - evaluated, 3)
         self.epoch, self.step = self.epoch + 1, 0

@@ -1,1 +1,1 @@
-"""Pictures of a run, made from its event log alone. Needs the ``demo`` extra (matplotlib)."""
+"""What happened in runs, as pages and pictures made from their folders alone. Needs the ``report`` extra."""

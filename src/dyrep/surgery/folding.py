@@ -155,14 +155,14 @@ def verify(
 def eval_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
     """A model's outputs in eval mode, by name, in its own precision; the model is left as it was."""
     with preserved(model, training=False), _full_precision(model):
-        return dict(_named_tensors(run_batch(model, batch, forward)))
+        return floating(run_batch(model, batch, forward))
 
 
 @torch.no_grad()
 def train_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
     """A model's outputs in training mode, by name, in its own precision; the model is left as it was."""
     with preserved(model, training=True), _full_precision(model):
-        return dict(_named_tensors(run_batch(model, batch, forward)))
+        return floating(run_batch(model, batch, forward))
 
 
 @contextmanager
@@ -223,15 +223,25 @@ def _plain_keys(model: nn.Module) -> set[str]:
     return {key for key in model.state_dict() if not key.startswith(extras)}
 
 
-def _named_tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+def floating(output: Any) -> dict[str, Tensor]:
+    """The floating-point tensors in what a model returned, by name: those that can be compared."""
+    return {name: tensor for name, tensor in named_tensors(output) if tensor.is_floating_point()}
+
+
+def named_tensors(output: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in what a model returned, with a name that says where.
+
+    Example:
+        >>> [name for name, _ in named_tensors({"logits": torch.ones(1), "aux": [torch.ones(1), None]})]
+        ['logits', 'aux[0]']
+    """
     if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield name, output
+        yield name, output
     elif isinstance(output, Mapping):
         for key, value in output.items():
-            yield from _named_tensors(value, f"{name}.{key}" if name != "output" else str(key))
+            yield from named_tensors(value, f"{name}.{key}" if name != "output" else str(key))
     elif isinstance(output, (tuple, list)):
         for index, value in enumerate(output):
-            yield from _named_tensors(value, f"{name}[{index}]")
+            yield from named_tensors(value, f"{name}[{index}]")
     elif hasattr(output, "__dict__") and not isinstance(output, nn.Module):
-        yield from _named_tensors(vars(output), name)
+        yield from named_tensors(vars(output), name)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
+from dyrep.branches import ORIGIN
 from dyrep.errors import BranchError, StructureError
 from dyrep.geometry import PLAIN_CONVS
 from dyrep.passing import PassedNorm
@@ -35,6 +36,26 @@ def structure(model: nn.Module) -> dict[str, Any]:
         {'format': 1, 'blocks': {'0': {'branches': ['1x1', 'residual'], 'origin_norm': False, 'width': 1}}}
     """
     return {"format": FORMAT, "blocks": {name: plan.as_dict() for name, plan in _plans(bare(model)).items()}}
+
+
+def importances(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Mean |γ| of every branch by layer, and of the origin where it has a norm, read from the device at once.
+
+    Example:
+        >>> from dyrep.surgery.edits import expand_
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> _ = expand_(model, "0", ["1x1", "residual"], gamma=0.5)
+        >>> importances(model)
+        {'0': {'1x1': 0.5, 'residual': 0.5}}
+    """
+    found = {}
+    for name, block in bare(model).named_modules():
+        if isinstance(block, RepConv) and block.branches:
+            own = {} if block.origin_norm is None else {ORIGIN: block.origin_norm.importance}
+            found[name] = own | block.importances()
+    values = [value for block in found.values() for value in block.values()]
+    read = iter(torch.stack(values).tolist() if values else ())
+    return {name: {branch: next(read) for branch in block} for name, block in found.items()}
 
 
 def restructure_(

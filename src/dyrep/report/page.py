@@ -1,0 +1,334 @@
+"""The report of one or several runs: one HTML file that needs nothing else, and its figures as PNGs beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from dyrep.errors import ConfigError
+from dyrep.files import replacing
+from dyrep.report import figures, history, results
+from dyrep.report.html import MISSING, card, count, duration, figure, number, page, section, table
+from dyrep.report.pictures import Picture, short
+from dyrep.report.runs import Group, Run, grouped, read_run
+from dyrep.report.timeline import timeline
+
+
+def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
+    """Read the folders of runs and write a report of them.
+
+    Args:
+        runs: the folders. Runs that differ in nothing but the seed are taken together.
+        out: the page; its figures go into a folder beside it, called as the page with ``-figures`` at the end.
+
+    Returns:
+        The page, and the figures as PNGs.
+
+    Raises:
+        CheckpointError: one of the folders holds no run, or a damaged one.
+        ConfigError: there is no run, the same run twice, or the page has another ending than .html.
+    """
+    out = Path(out)
+    if out.suffix not in (".html", ".htm"):
+        raise ConfigError(f"{out}: a report is an .html file")
+    folders = [Path(run).resolve() for run in runs]
+    if not folders:
+        raise ConfigError("no run to report: give at least one folder of a run")
+    if len(set(folders)) < len(folders):
+        raise ConfigError("the same run was given twice")
+    report = Report([read_run(run) for run in runs])
+    text = report.html()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    beside = out.with_name(f"{out.stem}-figures")
+    return out, [picture.save_png(beside / f"{picture.name}.png") for picture in report.pictures]
+
+
+class Report:
+    """Puts a page together.
+
+    Args:
+        runs: what it is about.
+
+    Attributes:
+        pictures: all figures of the page, once it has been made.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.groups = grouped(runs)
+        self.runs = [run for group in self.groups for run in group.runs]
+        self.unit = self.runs[0].unit
+        if any(run.unit != self.unit for run in self.runs):
+            raise ConfigError("some of the runs count epochs and others steps: make a report of each kind")
+        self.pictures: list[Picture] = []
+
+    def html(self) -> str:
+        """The whole page."""
+        self.pictures = []
+        parts = [
+            ("result", "Result", self._result()),
+            ("convergence", "Convergence", self._convergence()),
+            ("cost", "Cost of training", self._cost()),
+            ("structure", "Structure", self._structure()),
+            ("proof", "The deployed network is the same function", self._proof()),
+            ("time", "Where the time went", self._time()),
+            ("provenance", "Provenance", self._provenance()),
+        ]
+        shown = [(name, title, content) for name, title, content in parts if content]
+        title = f"dyrep: {', '.join(sorted({run.title for run in self.runs}))}"
+        epochs = sorted({run.epochs for run in self.runs})
+        subtitle = (
+            f"{_plural(len(self.runs), 'run')} of {_plural(len(self.groups), 'kind')}, "
+            f"{' and '.join(map(str, epochs))} {self.unit}s; made from the folders of the runs alone"
+        )
+        body = "\n".join(section(*part) for part in shown)
+        files = resources.files("dyrep.report")
+        styles, script = (files.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+        return page(title, subtitle, [(name, title) for name, title, _ in shown], body, styles, script)
+
+    def _figure(self, picture: Picture | None, words: str, data: str = "") -> str:
+        if picture is not None:
+            self.pictures.append(picture)
+        return figure(picture, words, data)
+
+    # -- what came out ------------------------------------------------------------------------------------------
+
+    def _result(self) -> str:
+        cards = "".join(self._card(group) for group in self.groups)
+        rows = [
+            (
+                group.label,
+                len(group.runs),
+                results.mean_and_spread(results.accuracies(group)),
+                _relative(results.macs(group), self._plain_macs),
+                _relative(results.epoch_seconds(group), self._plain_seconds),
+                number(results.fold_error(group), ".1e"),
+            )
+            for group in self.groups
+        ]
+        heads = ("method", "seeds", "accuracy, %", "multiply-adds, × plain", "time per epoch, × plain", "fold error")
+        compared = table("All kinds of runs; accuracy of the folded network, mean ± sd over seeds", heads, rows)
+        return f'<div class="cards">{cards}</div>' + (compared if len(self.groups) > 1 else "")
+
+    def _card(self, group: Group) -> str:
+        facts: list[tuple[str, str, bool | None]] = [
+            ("multiply-adds in training", _relative(results.macs(group), self._plain_macs, " plain"), None)
+        ]
+        if results.seconds(group):
+            facts.append(("time in all", duration(results.seconds(group)), None))
+        if self._plain_seconds is not None and group is not self._plain_group:
+            time = _relative(results.epoch_seconds(group), self._plain_seconds, " plain")
+            facts.append(("time per epoch", time, None))
+        error, passed = results.fold_error(group), results.fold_passed(group)
+        if error is not None:
+            words = number(error, ".1e") + ("" if passed else ", too much")
+            facts.append(("folding changes the output by", words, passed))
+        going = sum(run.summary is None and not run.own_loop for run in group.runs)
+        if going:
+            facts.append(("not finished", _plural(going, "run"), False))
+        found = results.accuracies(group)
+        if not found:
+            return card(group.label, MISSING, "accuracy was not written down", facts)
+        seeds = "one seed" if len(found) == 1 else f"mean ± sd over {len(found)} seeds"
+        split = f"{group.runs[0].split} set, so far" if error is None else "test set, folded"
+        return card(group.label, f"{results.mean_and_spread(found)} %", f"accuracy ({split}), {seeds}", facts)
+
+    @property
+    def _plain_macs(self) -> float | None:
+        return next((float(run.plain_macs) for run in self.runs if run.plain_macs), None)
+
+    @property
+    def _plain_group(self) -> Group | None:
+        return next((group for group in self.groups if group.runs[0].method == "origin"), None)
+
+    @property
+    def _plain_seconds(self) -> float | None:
+        """Time of an epoch of plain training on the same hardware, if it is among the runs."""
+        plain = self._plain_group
+        alike = len({str(run.sessions[-1].get("hardware")) for run in self.runs if run.sessions}) == 1
+        return results.epoch_seconds(plain) if plain is not None and alike and results.seconds(plain) else None
+
+    # -- how it went --------------------------------------------------------------------------------------------
+
+    def _convergence(self) -> str:
+        rows = [(f"{group.label}, seed {run.seed}", *_row(run)) for group in self.groups for run in group.runs]
+        heads = ("run", f"{self.unit}s", "training loss", "training accuracy, %", "accuracy, %", "best accuracy, %")
+        words = (
+            "Accuracy and training loss of all runs. Ticks at the bottom are updates that changed a structure: "
+            "an edit must not show as a jump."
+        )
+        return self._figure(figures.curves(self.groups), words, table(f"After the last {self.unit}", heads, rows))
+
+    def _cost(self) -> str:
+        rows = []
+        for group in self.groups:
+            for run in group.runs:
+                macs, parameters = (history.average(history.series(run, key)) for key in ("macs", "parameters"))
+                rows.append(
+                    (
+                        f"{group.label}, seed {run.seed}",
+                        f"{count(macs)} ({_relative(macs, self._plain_macs)})",
+                        count(parameters),
+                        number(history.average(history.step_milliseconds(run)), ".2f"),
+                        number(max((value for _, value in history.series(run, "memory_gib")), default=None), ".2f"),
+                    )
+                )
+        heads = ("run", "multiply-adds", "parameters", "ms per step", "peak memory, GiB")
+        averages = table("Averages over time, as the paper reports them; of memory, the peak", heads, rows)
+        words = "What a training step costs while the structure changes; the deployed network is the plain one."
+        return self._figure(figures.costs(self.groups), words) + averages
+
+    def _structure(self) -> str:
+        parts = []
+        changed = [run for run in self.runs if history.lives(run)]
+        for index, run in enumerate(changed):
+            label = next(group.label for group in self.groups if run in group.runs)
+            head = f"<summary>{escape(label)}, seed {run.seed}</summary>"
+            content = self._evolution(run, str(index + 1))
+            parts.append(f'<details class="run"{" open" if index == 0 else ""}>{head}{content}</details>')
+        return "".join(parts)
+
+    def _evolution(self, run: Run, suffix: str) -> str:
+        born = history.lives(run)
+        lived = table(
+            "All branches",
+            ("branch", f"grown after {self.unit}", "why", f"absorbed after {self.unit}", "why"),
+            [(f"{short(x.layer)}, {x.branch}", x.born, x.why, x.died, x.end or MISSING) for x in born],
+        )
+        drifts = history.drifts(run)
+        changes = table(
+            "Relative change of the output by every edit",
+            ("edit", self.unit, "in eval mode", "in training mode"),
+            [(d.edit, d.epoch, f"{d.evaluated:.1e}", number(d.training, ".1e")) for d in drifts],
+        )
+        found = history.scores(run)
+        scored = table(
+            "Scores",
+            ("layer", *(f"{self.unit} {epoch:g}" for epoch in found.epochs)),
+            [(short(layer), *values) for layer, values in found.values.items()],
+        )
+        strengths = history.importances(run)
+        final = table(
+            "Importance at the end of every branch's life",
+            ("branch", "importance", self.unit),
+            [
+                (f"{short(layer)}, {branch}", f"{values[-1][1]:.4f}", values[-1][0])
+                for layer, branches in strengths.items()
+                for branch, values in branches.items()
+            ],
+        )
+        return (
+            self._figure(
+                timeline(run, f"timeline-{suffix}"),
+                "A bar for every branch, from the update that grew it to the one that absorbed it.",
+                lived,
+            )
+            + self._figure(
+                figures.importance(run, f"importance-{suffix}"),
+                "Importance of branches, the mean of |γ|. When they differ enough, those below the mean are absorbed.",
+                final,
+            )
+            + self._figure(
+                figures.score_map(run, f"scores-{suffix}"),
+                "Which convolution matters most? At every update the largest score of those that may grow is expanded.",
+                scored,
+            )
+            + self._figure(
+                figures.drift(run, f"drift-{suffix}"),
+                "Edits preserve the function: in eval mode up to rounding, in training mode up to the new branches' γ.",
+                changes,
+            )
+        )
+
+    # -- what to trust it for -----------------------------------------------------------------------------------
+
+    def _proof(self) -> str:
+        rows: list[tuple[Any, ...]] = []
+        for group in self.groups:
+            for run in group.runs:
+                found = run.summary
+                if found is None:
+                    verdict = "a loop of your own: see dyrep.verify" if run.own_loop else "not finished"
+                    rows.append((f"{group.label}, seed {run.seed}", verdict, None, None, None, MISSING))
+                    continue
+                rows.append(
+                    (
+                        f"{group.label}, seed {run.seed}",
+                        "passed" if found["fold_passed"] else "failed",
+                        number(found["fold_error"], ".1e"),
+                        f"{found['test_accuracy']:.2f}",
+                        f"{found['test_accuracy_folded']:.2f}",
+                        found.get("fold_report", MISSING),
+                    )
+                )
+        heads = ("run", "verdict", "largest error", "accuracy with branches, %", "folded, %", "what was compared")
+        words = (
+            "At the end every run was folded into the plain network, key for key, and both were run on the same test "
+            "images. Its weights are in <code>plain.safetensors</code> of the run's folder."
+        )
+        return f"<p>{words}</p>" + table("Folded against trained", heads, rows)
+
+    def _time(self) -> str:
+        if not any(map(results.seconds, self.groups)):
+            return ""
+        kinds = list(dict.fromkeys(kind for run in self.runs for kind in history.time_shares(run)))
+        rows = []
+        for group in self.groups:
+            for run in group.runs:
+                shares = history.time_shares(run)
+                total = sum(shares.values()) or 1.0
+                cells = [
+                    f"{duration(shares[kind])} ({shares[kind] / total:.0%})" if kind in shares else None
+                    for kind in kinds
+                ]
+                rows.append((f"{group.label}, seed {run.seed}", duration(total), *cells))
+        return table("Wall-clock time", ("run", "in all", *kinds), rows)
+
+    def _provenance(self) -> str:
+        parts = []
+        for group in self.groups:
+            for run in group.runs:
+                first = run.sessions[0] if run.sessions else {}
+                hardware = sorted({str(session.get("hardware")) for session in run.sessions})
+                versions = ", ".join(f"{name} {version}" for name, version in first.get("versions", {}).items())
+                facts: list[tuple[str, Any]] = [
+                    ("folder", run.path.name),
+                    ("seed", run.seed),
+                    ("hardware", "; ".join(hardware) or MISSING),
+                    ("processes", first.get("processes")),
+                    ("versions", versions or MISSING),
+                    ("started", _plural(len(run.sessions), "time")),
+                ]
+                recipe = escape(json.dumps(run.recipe, indent=2))
+                parts.append(
+                    f"<h3>{escape(group.label)}, seed {run.seed}</h3>"
+                    + table("Where it comes from", ("fact", "value"), facts)
+                    + f'<details class="data"><summary>All settings</summary><pre>{recipe}</pre></details>'
+                )
+        return "".join(parts)
+
+
+def _row(run: Run) -> tuple[Any, ...]:
+    last = run.rows[-1]
+    measured = [value for _, value in history.series(run, f"{run.split}_accuracy")]
+    return (
+        last["epoch"],
+        number(last.get("train_loss"), ".4f"),
+        number(last.get("train_accuracy"), ".2f"),
+        number(measured[-1] if measured else None, ".2f"),
+        number(max(measured, default=None), ".2f"),
+    )
+
+
+def _relative(value: float | None, plain: float | None, unit: str = "") -> str:
+    return MISSING if value is None or not plain else f"{value / plain:.2f} ×{unit}"
+
+
+def _plural(number_of: int, what: str) -> str:
+    return f"{number_of} {what}" if number_of == 1 else f"{number_of} {what}s"

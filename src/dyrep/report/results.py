@@ -1,0 +1,58 @@
+"""What came out of runs that differ in their seed alone: accuracy, cost, time, and the error of folding."""
+
+from __future__ import annotations
+
+import statistics
+
+from dyrep.report import history
+from dyrep.report.html import MISSING
+from dyrep.report.runs import Group
+
+
+def accuracies(group: Group) -> list[float]:
+    """Of folded networks on the test set, or what was measured last where no run has ended."""
+    ended = [run.summary["test_accuracy_folded"] for run in group.runs if run.summary is not None]
+    latest = [history.series(run, f"{run.split}_accuracy") for run in group.runs]
+    return ended or [values[-1][1] for values in latest if values]
+
+
+def mean_and_spread(values: list[float]) -> str:
+    """Mean ± sample standard deviation.
+
+    Example:
+        >>> mean_and_spread([94.0, 95.0]), mean_and_spread([94.0]), mean_and_spread([])
+        ('94.50 ± 0.71', '94.00', '–')
+    """
+    if not values:
+        return MISSING
+    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{spread}"
+
+
+def macs(group: Group) -> float | None:
+    """Multiply-adds of a forward pass in training, averaged over time and runs."""
+    found = [history.average(history.series(run, "macs")) for run in group.runs]
+    known = [value for value in found if value is not None]
+    return statistics.mean(known) if known else None
+
+
+def fold_error(group: Group) -> float | None:
+    """The largest change of the output by folding; None if no run has ended."""
+    return max((run.summary["fold_error"] for run in group.runs if run.summary is not None), default=None)
+
+
+def fold_passed(group: Group) -> bool:
+    """Whether that was within tolerance in all runs that have ended."""
+    return all(run.summary["fold_passed"] for run in group.runs if run.summary is not None)
+
+
+def seconds(group: Group) -> float:
+    """Wall-clock time of a run; 0 if it was not written down."""
+    return statistics.mean(sum(history.time_shares(run).values()) for run in group.runs)
+
+
+def epoch_seconds(group: Group) -> float:
+    """Training and structure updates; the first epoch, where code is compiled and captured, counts too."""
+    kinds = ("train_seconds", "update_seconds")
+    spent = sum(row.get(kind, 0.0) for run in group.runs for row in run.rows for kind in kinds)
+    return spent / sum(len(run.rows) for run in group.runs)
