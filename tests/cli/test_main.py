@@ -228,7 +228,7 @@ def test_it_lists_the_recipes(capsys):
 def test_a_command_that_is_not_there_is_answered_with_those_that_are(failing):
     status, message = failing("trian")
     assert status == 2
-    commands = "train, inspect, deploy, export, report, draw, bench, recipes, methods"
+    commands = "train, inspect, deploy, export, report, draw, reproduce, bench, recipes, methods"
     assert message == f"dyrep: there is no command 'trian'; valid are {commands}\n"
 
 

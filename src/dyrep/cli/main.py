@@ -17,6 +17,7 @@ usage: dyrep COMMAND ...
   dyrep export RUN --onnx model.onnx         fold a run's network and write it for other programs, checked
   dyrep report RUN [RUN ...] -o report.html  what happened in runs, on one page, compared
   dyrep draw RUN LAYER [-o block.svg]        one block with its branches and their importances, as a picture
+  dyrep reproduce STUDY [--scale short]      a table or figure of the paper, our figures beside its own
   dyrep bench MODEL [--batch N] [...]        what branches cost a network here, step by step and layer by layer
   dyrep recipes                              the recipes there are
   dyrep methods                              the methods there are
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "export": _export,
         "report": _report,
         "draw": _draw,
+        "reproduce": _reproduce,
         "bench": _bench,
         "recipes": _recipes,
         "methods": _methods,
@@ -117,6 +119,13 @@ def _draw(words: list[str]) -> None:
     from dyrep.cli.parsing import parse
 
     parse(draw_block, words, "dyrep draw")
+
+
+def _reproduce(words: list[str]) -> None:
+    from dyrep.cli.parsing import parse
+    from dyrep.cli.reproducing import reproduce
+
+    parse(reproduce, words, "dyrep reproduce")
 
 
 def _bench(words: list[str]) -> None:

@@ -1,0 +1,76 @@
+"""``dyrep reproduce``: the paper's tables and figures, one by one or all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from dyrep.cli.output import write_json
+from dyrep.engine.rundir import hardware, versions
+from dyrep.errors import ConfigError
+from dyrep.files import replacing
+from dyrep.reproduce import SCALES, STUDIES
+from dyrep.reproduce.drawing import picture
+from dyrep.reproduce.outcomes import Workshop, planned
+from dyrep.reproduce.tables import as_data, as_markdown, as_text
+
+
+def reproduce(
+    studies: tyro.conf.Positional[tuple[str, ...]] = (),
+    scale: Literal["full", "short", "smoke"] = "short",
+    seeds: int = 1,
+    data: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
+    out: Path = Path("runs/reproduce"),
+    device: str | None = None,
+    train: bool = True,
+    list_all: Annotated[bool, tyro.conf.arg(name="list"), tyro.conf.FlagCreatePairsOff] = False,
+) -> None:
+    """Train what a table or figure of the paper needs, and print and save our figures beside the paper's.
+
+    Whatever was stopped goes on where it stopped, and runs that several tables need are trained once. What cannot be
+    run here, for want of data or because of the scale, is marked so; networks whose structure never changes are
+    counted all the same.
+
+    Args:
+        studies: which ones, see --list; "all" for all.
+        scale: full is as in the paper, short a tenth of its epochs, smoke a few epochs of digits on a small network.
+        seeds: how many seeds of every training.
+        data: folder of the data sets: cifar10.npz and so on, or train/CLASS/*.jpg for ImageNet.
+        out: folder for runs and results.
+        device: where to train (default: a GPU if there is one).
+        train: train what is missing. Otherwise what is there already is shown.
+        list_all: list everything there is.
+    """
+    if list_all:
+        _list(scale, seeds)
+        return
+    chosen = list(STUDIES) if studies == ("all",) else list(studies)
+    unknown = [name for name in chosen if name not in STUDIES]
+    if unknown or not chosen:
+        what = f"there is no study {unknown[0]!r}" if unknown else "no study given"
+        raise ConfigError(f"{what}; valid are {', '.join(STUDIES)}, or all (dyrep reproduce --list tells more)")
+    if seeds < 1:
+        raise ConfigError(f"seeds={seeds}: must be at least 1")
+    workshop = Workshop(out, SCALES[scale], seeds, data, device, train)
+    for name in chosen:
+        study = STUDIES[name]
+        outcomes = workshop.carry_out(study)
+        print(f"\n{as_text(study, workshop.scale, outcomes)}", flush=True)
+        results = out / scale
+        about = {"study": name, "source": study.source, "scale": scale, "seeds": seeds, "versions": versions()}
+        write_json(results / f"{name}.json", {**about, "hardware": hardware(), "rows": as_data(study, outcomes)})
+        with replacing(results / f"{name}.md") as temporary:
+            temporary.write_text(as_markdown(study, workshop.scale, outcomes), encoding="utf-8")
+        drawn = picture(study, outcomes)
+        if drawn is not None:
+            print(drawn.save_png(results / f"{name}.png"))
+
+
+def _list(scale: str, seeds: int) -> None:
+    width = max(map(len, STUDIES))
+    for study in STUDIES.values():
+        runs = len(planned(study, SCALES[scale], seeds))
+        kind = "not trained" if not runs else f"{runs} run{'s' if runs > 1 else ''}"
+        print(f"{study.name:{width}s}  {study.source:9s}  {study.title} ({kind} at scale {scale})")

@@ -1,0 +1,82 @@
+"""Our figures beside the paper's, as text, as Markdown and as data."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from dyrep.reproduce.outcomes import Outcome
+from dyrep.reproduce.scales import Scale
+from dyrep.reproduce.studies import COLUMNS, Study
+
+_FORMS = {"accuracy": ".2f", "macs": ".0f", "parameters": ".1f", "cost": ".1f", "speed": ".0f", "branches": ".0f"}
+_UNITS = {"cost": " min"}
+MISSING = "–"
+
+
+def ours(column: str, outcome: Outcome) -> str:
+    """Our figure: mean ± sd over seeds."""
+    values = outcome.figures.get(column)
+    if not values:
+        return MISSING
+    form = _FORMS.get(column, ".2f") if max(values) >= 10 or column == "branches" else ".2f"
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 and column == "accuracy" else ""
+    return f"{statistics.mean(values):{form}}{spread}{_UNITS.get(column, '')}"
+
+
+def lines(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """The table as cells, head first: every column twice, the paper's figure and ours."""
+    titles = [f"{COLUMNS[column]}: {who}" for column in study.columns for who in ("paper", "ours")]
+    table = [["", *titles, "state"]]
+    for outcome in outcomes:
+        row = outcome.row
+        cells = [f"{row.group}, {row.label}" if row.group else row.label]
+        for column in study.columns:
+            cells += [str(row.paper.get(column, MISSING)), ours(column, outcome)]
+        table.append([*cells, _state(outcome)])
+    return table
+
+
+def _state(outcome: Outcome) -> str:
+    if outcome.state == "done" and not outcome.reason:
+        return f"{len(outcome.runs)} seed{'s' if len(outcome.runs) > 1 else ''}"
+    return f"{outcome.state}: {outcome.reason}" if outcome.reason else outcome.state
+
+
+def as_text(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> str:
+    """For a terminal."""
+    table = lines(study, outcomes)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
+    head = [f"{study.source}: {study.title}", f"scale: {scale.name}, {scale.about}", ""]
+    return "\n".join([*head, *body, *_notes(study)])
+
+
+def as_markdown(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> str:
+    """For a page."""
+    head, *rows = lines(study, outcomes)
+    body = [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    title = f"## {study.source}: {study.title}"
+    return "\n".join([title, "", f"Scale: {scale.name}, {scale.about}.", "", *body, *_notes(study), ""])
+
+
+def _notes(study: Study) -> list[str]:
+    return ["", study.note] if study.note else []
+
+
+def as_data(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For a file."""
+    return [
+        {
+            "label": outcome.row.label,
+            "group": outcome.row.group,
+            "training": None if outcome.row.training is None else outcome.row.training.key,
+            "paper": dict(outcome.row.paper),
+            "state": outcome.state,
+            "reason": outcome.reason,
+            "ours": {column: values for column, values in outcome.figures.items() if column in study.columns},
+            "runs": [run.name for run in outcome.runs],
+        }
+        for outcome in outcomes
+    ]

@@ -1,0 +1,64 @@
+"""``dyrep reproduce`` as people call it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dyrep.cli.main import main
+from dyrep.reproduce import STUDIES
+
+
+def run(tmp_path, *words):
+    main(["reproduce", *words, "--scale", "smoke", "--device", "cpu", "--out", str(tmp_path)])
+
+
+def test_the_list_has_everything(capsys):
+    main(["reproduce", "--list"])
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in told] == list(STUDIES)
+    assert "Table 2" in told[2]
+    assert "6 runs at scale short" in told[2]
+
+
+def test_a_study_prints_and_saves_its_table(tmp_path, capsys):
+    run(tmp_path, "operation-spaces")
+    told = capsys.readouterr().out
+    assert "Table 1: What every method may add to a convolution" in told
+    saved = json.loads((tmp_path / "smoke" / "operation-spaces.json").read_text())
+    assert [row["ours"]["branches"] for row in saved["rows"]] == [[3], [4], [7], [7]]
+    assert saved["versions"]["torch"]
+    assert "| DBB | 4 | 4 | counted |" in (tmp_path / "smoke" / "operation-spaces.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["cifra"], "there is no study 'cifra'; valid are operation-spaces"),
+        ([], "no study given"),
+        (["cifar", "--seeds", "0"], "seeds=0: must be at least 1"),
+    ],
+)
+def test_what_is_not_understood_is_said(tmp_path, capsys, words, message):
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, *words)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_everything_runs_at_the_smallest_scale(tmp_path, capsys):
+    run(tmp_path, "all")
+    for study in STUDIES.values():
+        saved = json.loads((tmp_path / "smoke" / f"{study.name}.json").read_text())
+        for row in saved["rows"]:
+            large = row["training"] is None or row["training"].startswith("imagenet")
+            assert row["state"] in (
+                ("counted", "not run") if large or study.name == "operation-spaces" else ("done",)
+            ), row
+    assert (tmp_path / "smoke" / "stages.png").exists()
+    assert (tmp_path / "smoke" / "accuracy-against-cost.png").exists()
+    capsys.readouterr()
+    run(tmp_path, "cifar")
+    assert "epoch 1/3" not in capsys.readouterr().out  # nothing is trained again
