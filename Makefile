@@ -54,7 +54,7 @@ speed: .venv/.installed   # the tables of times in docs/speed.md; needs a GPU
 	$(BIN)/python benchmarks/tables.py
 
 executions: .venv/.installed   # the table of accuracies in docs/speed.md; needs a GPU and CIFAR-10 in DATA
-	$(BIN)/python benchmarks/executions.py --data $(DATA) --out results/executions.json
+	$(BIN)/python benchmarks/arms.py executions --data $(DATA) --out results/executions.json
 	$(BIN)/python benchmarks/tables.py
 
 clean:

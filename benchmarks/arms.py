@@ -1,0 +1,245 @@
+"""Which choice pays? VGG-16 on CIFAR-10, several ways to train it against each other with the same seeds.
+
+``python benchmarks/arms.py STUDY --data FOLDER --out results/STUDY.json`` on a machine with a GPU. The file is written
+after every run, and runs that it holds already are not repeated. With ``--workers`` above 1 runs share the GPU; times
+per epoch are then measured afterwards, in short runs that have it alone.
+
+``executions`` asks whether it costs accuracy to fold blocks while training: seven branches everywhere from the start,
+each with a norm of its own, the batch norm after their sum kept. It looks at the test set, as nothing is chosen by it.
+
+The others choose defaults. They train on 45,000 images and look at the 5,000 held out; the test set plays no part. The
+rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy over at least five paired
+seeds becomes the default if the 95 % confidence interval of its paired difference to the present default lies above
+zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth in time per epoch and the
+interval of its difference reaches no lower than -0.1 points: then that one. Studies are run one after the other, each
+with the defaults that the ones before have left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from dyrep.engine.rundir import hardware, versions
+from dyrep.files import replacing
+
+TIMED_EPOCHS = 3
+
+
+@dataclass(frozen=True)
+class Study:
+    """Ways to train that are compared.
+
+    Attributes:
+        arms: flags of `dyrep train` by name; all that are run unless told otherwise come first.
+        baseline: the arm that others are compared with.
+        usual: how many arms are run unless told otherwise.
+        chooses: whether a default is chosen by it, on images held out.
+    """
+
+    arms: dict[str, str]
+    baseline: str
+    usual: int
+    chooses: bool = True
+
+    @property
+    def flags(self) -> str:
+        """Flags of all runs."""
+        return "--val-split 5000" if self.chooses else ""
+
+    @property
+    def metric(self) -> str:
+        """What is looked at, as it is called in the results."""
+        return "val_accuracy" if self.chooses else "test_accuracy"
+
+    def accuracy(self, summary: dict[str, Any]) -> float:
+        """That of a run; on the test set, of the folded network."""
+        return float(summary["val_accuracy" if self.chooses else "test_accuracy_folded"])
+
+
+BLOCKS = "--method dbb7 --replace conv"
+DYREP = "--method dyrep --interval 1"  # the paper's 15 of 600 epochs are one of 40
+COMPETITORS = {"origin": "--method origin", "DBB": "--method dbb", "seven branches": BLOCKS}
+STUDIES = {
+    "executions": Study(
+        {
+            "plain": "--method origin",
+            "fused": f"{BLOCKS} --execution fused",
+            "folded": f"{BLOCKS} --execution folded",
+            "folded, measured in every step": f"{BLOCKS} --execution folded --sigma-every 1",
+            "folded, σ differentiated": f"{BLOCKS} --execution folded --sigma-gradient weights --sigma-every 1",
+        },
+        "fused",
+        usual=3,
+        chooses=False,
+    ),
+    "norms": Study(
+        {
+            "none": f"{DYREP} --score invariant --origin-norm none",
+            "calibrated": f"{DYREP} --score invariant --origin-norm calibrated",
+            "reference": f"{DYREP} --score invariant --origin-norm reference",
+            **COMPETITORS,
+        },
+        "none",
+        usual=6,
+    ),
+    "scores": Study(
+        {
+            "synflow": f"{DYREP} --score synflow",
+            "snip": f"{DYREP} --score snip",
+            "grad_norm": f"{DYREP} --score grad_norm",
+            "invariant": f"{DYREP} --score invariant",
+            "random": f"{DYREP} --score random",
+            "invariant per multiply-add": f"{DYREP} --score invariant --per-mac",
+        },
+        "synflow",
+        usual=6,
+    ),
+    "cuts": Study(
+        {
+            "paper": f"{DYREP} --score invariant",
+            "never": f"{DYREP} --score invariant --cut none",
+            "paper, λ = 0.002": f"{DYREP} --score invariant --cut-threshold 0.002",
+            "relative γ": f"{DYREP} --score invariant --relative-gamma",
+        },
+        "paper",
+        usual=4,
+    ),
+}
+
+
+class Results:
+    """What has been found so far, in a file."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self._path, self._lock = path, Lock()
+        self._data = {"config": config, "versions": versions(), "hardware": hardware(), "runs": [], "epoch_seconds": {}}
+        if path.exists():
+            found = json.loads(path.read_text())
+            if all(found[key] == self._data[key] for key in ("config", "versions", "hardware")):
+                self._data = found
+            else:
+                sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
+
+    def has(self, arm: str, seed: int) -> bool:
+        """Whether a run is there."""
+        return any((run["arm"], run["seed"]) == (arm, seed) for run in self._data["runs"])
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Add a run."""
+        with self._lock:
+            self._data["runs"] = sorted([*self._data["runs"], run], key=lambda run: (run["arm"], run["seed"]))
+            self._save()
+
+    def set_time(self, arm: str, seconds: float) -> None:
+        """Note the time of an epoch alone on the GPU."""
+        self._data["epoch_seconds"][arm] = seconds
+        self._save()
+
+    def timed(self, arm: str) -> bool:
+        """Whether that time is there."""
+        return arm in self._data["epoch_seconds"]
+
+    def _save(self) -> None:
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(self._data, indent=1, ensure_ascii=False) + "\n")
+
+    def show(self, study: Study) -> None:
+        """Print a line for every arm."""
+        runs = self._data["runs"]
+        for arm in dict.fromkeys(run["arm"] for run in runs):
+            found = [run[study.metric] for run in runs if run["arm"] == arm]
+            spread = statistics.stdev(found) if len(found) > 1 else float("nan")
+            seconds = self._data["epoch_seconds"].get(arm, float("nan"))
+            line = f"{arm:32s} {statistics.mean(found):.2f} ± {spread:.2f} %  {seconds:.2f} s per epoch"
+            difference = paired(runs, study.metric, arm, study.baseline)
+            if difference is not None:
+                mean, reach = difference
+                line += f"  {mean:+.2f} ± {reach:.2f} against {study.baseline} (95 %)"
+            print(line)
+
+
+def paired(runs: list[dict[str, Any]], metric: str, arm: str, baseline: str) -> tuple[float, float] | None:
+    """Mean difference to the baseline over common seeds, and half the width of its 95 % confidence interval."""
+    from scipy import stats
+
+    ours, theirs = ({run["seed"]: run[metric] for run in runs if run["arm"] == name} for name in (arm, baseline))
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if arm == baseline or len(differences) < 2:
+        return None
+    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return statistics.mean(differences), float(reach)
+
+
+def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[str, Any]:
+    """One run of `dyrep train`, and what it found."""
+    out = given.runs / f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
+    words = f"{study.arms[arm]} {study.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
+    words += [*given.more.split(), "--progress", "False"]
+    command = [sys.executable, "-m", "dyrep", "train", given.recipe, *words, "--out", str(out)]
+    if given.data is not None:
+        command += ["--data", str(given.data)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    summary = json.loads((out / "summary.json").read_text())
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    # the first epochs compile and capture; afterwards all are alike, unless the structure changes
+    seconds = statistics.median(row["train_seconds"] for row in rows[1:] or rows)
+    print(f"{arm:32s} seed {seed}: {study.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
+    return {
+        "arm": arm,
+        "seed": seed,
+        study.metric: study.accuracy(summary),
+        "fold_error": summary["fold_error"],
+        "train_loss": rows[-1]["train_loss"],
+        "epoch_seconds": seconds,
+        **({"mean_macs": summary["mean_macs"]} if study.chooses else {}),
+    }
+
+
+def main(command: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, help="folder for the runs (default: runs/STUDY)")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--recipe", default="cifar10-vgg16")
+    parser.add_argument("--arms", nargs="+", help="only these")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--more", default="", help="flags for every run, to try things out")
+    given = parser.parse_args(command)
+    study = STUDIES[given.study]
+    given.runs = given.runs or Path("runs") / given.study
+    arms = given.arms or list(study.arms)[: study.usual]
+    unknown = [arm for arm in arms if arm not in study.arms]
+    if unknown:
+        parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(study.arms)}")
+    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": study.arms}
+    results = Results(given.out, config)
+    wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(arm, seed)]
+    with ThreadPoolExecutor(given.workers) as pool:
+        jobs = [pool.submit(train, study, arm, seed, given.epochs, given) for arm, seed in wanted]
+        for job in as_completed(jobs):
+            run = job.result()
+            if given.workers > 1:
+                del run["epoch_seconds"]
+            results.add(run)
+    for arm in arms if not study.chooses else ():
+        if not results.timed(arm):
+            results.set_time(arm, train(study, arm, 0, TIMED_EPOCHS, given)["epoch_seconds"])
+    results.show(study)
+
+
+if __name__ == "__main__":
+    main()

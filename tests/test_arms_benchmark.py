@@ -1,0 +1,79 @@
+"""The benchmark that compares ways to train: what it measures, and what it does not repeat."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import arms
+
+RUNS = [
+    {"arm": arm, "seed": seed, "val_accuracy": accuracy}
+    for arm, found in {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}.items()
+    for seed, accuracy in enumerate(found)
+]
+
+
+def test_differences_are_paired_by_seed_with_a_confidence_interval():
+    mean, reach = arms.paired(RUNS, "val_accuracy", "b", "a")
+    assert mean == pytest.approx(5 / 3)
+    assert reach == pytest.approx(
+        4.3027 * 1.1547 / 3**0.5, rel=1e-3
+    )  # differences 1, 1, 3
+    assert arms.paired(RUNS, "val_accuracy", "a", "a") is None
+    assert arms.paired(RUNS, "val_accuracy", "c", "a") is None
+
+
+@pytest.mark.parametrize("study", arms.STUDIES.values(), ids=list(arms.STUDIES))
+def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(study):
+    assert study.baseline in list(study.arms)[: study.usual]
+    assert study.usual <= 6
+    assert ("--val-split 5000" in study.flags) == study.chooses
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    found = []
+
+    def train(study, arm, seed, epochs, given):
+        found.append((arm, seed, epochs))
+        return {"arm": arm, "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0}
+
+    monkeypatch.setattr(arms, "train", train)
+    return found
+
+
+def test_what_is_in_the_file_is_not_trained_again(trained, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    arms.main(["cuts", "--out", str(out), "--arms", "paper", "never", "--seeds", "1"])
+    arms.main(["cuts", "--out", str(out), "--arms", "paper", "never", "--seeds", "2"])
+    assert trained == [("paper", 0, 40), ("never", 0, 40), ("paper", 1, 40), ("never", 1, 40)]
+    assert [run["val_accuracy"] for run in json.loads(out.read_text())["runs"]] == [90, 91, 90, 91]
+    assert "+0.00 ± 0.00 against paper (95 %)" in capsys.readouterr().out
+
+
+def test_executions_are_timed_alone_at_the_end(trained, tmp_path):
+    arms.main(["executions", "--out", str(tmp_path / "found.json"), "--seeds", "1"])
+    assert trained[3:] == [(arm, 0, arms.TIMED_EPOCHS) for arm in ("plain", "fused", "folded")]
+
+
+def test_another_setup_is_refused(trained, tmp_path):
+    out = tmp_path / "found.json"
+    arms.main(["cuts", "--out", str(out), "--seeds", "1"])
+    with pytest.raises(SystemExit, match="holds results of another setup"):
+        arms.main(["cuts", "--out", str(out), "--seeds", "1", "--epochs", "60"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in arms.STUDIES if name != "executions"])
+def test_every_arm_trains(name, tmp_path, capsys):
+    more = "--device cpu --epochs 3 --val-split 400 --batch-size 128 --calibration-batches 2"
+    words = ["--recipe", "digits", "--seeds", "1", "--more", more, "--out", str(tmp_path / "found.json")]
+    arms.main([name, *words, "--runs", str(tmp_path)])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {run["arm"] for run in found["runs"]} == set(arms.STUDIES[name].arms)
+    assert all(run["mean_macs"] > 0 for run in found["runs"])
