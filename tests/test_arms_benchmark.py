@@ -21,9 +21,7 @@ RUNS = [
 def test_differences_are_paired_by_seed_with_a_confidence_interval():
     mean, reach = arms.paired(RUNS, "val_accuracy", "b", "a")
     assert mean == pytest.approx(5 / 3)
-    assert reach == pytest.approx(
-        4.3027 * 1.1547 / 3**0.5, rel=1e-3
-    )  # differences 1, 1, 3
+    assert reach == pytest.approx(4.3027 * 1.1547 / 3**0.5, rel=1e-3)  # differences 1, 1, 3
     assert arms.paired(RUNS, "val_accuracy", "a", "a") is None
     assert arms.paired(RUNS, "val_accuracy", "c", "a") is None
 
