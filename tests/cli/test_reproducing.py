@@ -7,6 +7,7 @@ import json
 import pytest
 
 from dyrep.cli.main import main
+from dyrep.engine.running import Stopped
 from dyrep.reproduce import STUDIES
 
 
@@ -62,3 +63,13 @@ def test_everything_runs_at_the_smallest_scale(tmp_path, capsys):
     capsys.readouterr()
     run(tmp_path, "cifar")
     assert "epoch 1/3" not in capsys.readouterr().out  # nothing is trained again
+
+
+def test_stopping_it_ends_as_shells_expect(tmp_path, monkeypatch):
+    def stopped(*args):
+        raise Stopped("Ctrl-C")
+
+    monkeypatch.setattr("dyrep.reproduce.outcomes.train", stopped)
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, "dep")
+    assert ended.value.code == 130

@@ -180,6 +180,7 @@ def test_lists_and_tuples_of_outputs_and_any_number_of_inputs(name, gather, tmp_
         ([torch.rand(5, 3, 8, 8), torch.rand(2, 3, 8, 8)], 7),
         ((batch for batch in [torch.rand(1, 3, 8, 8)]), 1),
         ([(torch.rand(4, 3, 8, 8), torch.zeros(4))], 4),  # as a loader gives them
+        ((torch.rand(4, 3, 8, 8), torch.zeros(4)), 4),  # a single one of those
         ([[torch.rand(4, 3, 8, 8).double(), torch.zeros(4)]], 4),
     ],
 )

@@ -241,3 +241,9 @@ def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "TRIED_SINCE", "2.0")
     with pytest.raises(dyrep.DyRepError, match=r"no such operator$"):
         dyrep.export(model, tmp_path / "model.pt2", EXAMPLE)
+
+
+def test_inputs_that_the_model_itself_does_not_take_are_said_to_be_so(tmp_path):
+    with pytest.raises(dyrep.DyRepError, match="the model itself fails on batch 0 of inputs: RuntimeError"):
+        dyrep.export(nn.Conv2d(3, 4, 3), tmp_path / "model.pt2", EXAMPLE, inputs=torch.rand(2, 5, 8, 8))
+    assert not list(tmp_path.iterdir())

@@ -65,8 +65,11 @@ def test_lives_say_why():
 
 
 def test_steps_count_as_parts_of_epochs():
-    run = a_run([(0, [("expand", "a", ["1x1"])], {"step": 30})], dyrep={"unit": "step"})  # 20 steps per epoch
-    assert spans(run) == [("a", "1x1", 1.5, None)]
+    updates = [(epoch, [("expand", "a", ["1x1"])], {"step": step}) for epoch, step in ((0, 10), (1, 30), (2, 45))]
+    run = a_run(updates, dyrep={"unit": "step"})  # 20 steps per epoch
+    assert [life.born for life in history.lives(run)] == [0.5, 1.5, 2.25]
+    told = a_run(updates, dyrep={"unit": "step"}, rows=[{"epoch": 1, "steps": 40}])
+    assert [life.born for life in history.lives(told)] == [0.25, 0.75, 1.125]
 
 
 def test_importances_are_those_of_epochs_or_where_there_are_none_of_updates():

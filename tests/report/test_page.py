@@ -159,3 +159,11 @@ def test_a_loop_of_ones_own_has_a_report_without_what_it_does_not_know(tmp_path,
 def test_epochs_and_steps_do_not_mix(folders, tmp_path):
     with pytest.raises(ConfigError, match="some of the runs count epochs and others steps"):
         write_report([folders.evolved, own_log(tmp_path / "mine", "step")], tmp_path / "report.html")
+
+
+def test_every_network_is_compared_with_its_own_plain_one(folders, tmp_path):
+    page, _ = write_report([own_log(tmp_path / "mine", "epoch"), folders.plain], tmp_path / "report.html")
+    text = Checker(page.read_text()).text
+    assert "1.25 × plain" in text  # of the log, of which nothing else is known
+    assert "1.00 × plain" in text
+    assert "time per epoch" not in text.replace("time per epoch, × plain", "")

@@ -106,14 +106,36 @@ def test_the_log_of_a_loop_of_ones_own_is_a_run_too(tmp_path, unit):
     for path in (folder, folder / "events.jsonl"):
         run = read_run(path)
         assert (run.unit, run.epochs, run.seed, run.title, run.own_loop) == (unit, 8, 3, "mine", True)
-        assert [(row["epoch"], row["macs"]) for row in run.rows] == [(2, 100), (4, 150), (8, 300)]
-        assert history.average(history.series(run, "macs")) == pytest.approx((2 * 100 + 2 * 150 + 4 * 300) / 8)
+        assert [(row["epoch"], row["macs"]) for row in run.rows] == [(2, 100), (4, 150)]
+        assert history.average(history.series(run, "macs")) == pytest.approx((2 * 100 + 2 * 150) / 4)
         assert [life.born for life in history.lives(run)] == [2, 4]
 
 
 def test_metrics_beside_such_a_log_are_read(tmp_path):
-    folder = own_log(tmp_path, "epoch", metrics=[{"epoch": 1, "test_accuracy": 31.5}])
-    assert read_run(folder).rows == [{"epoch": 1, "test_accuracy": 31.5}]
+    folder = own_log(tmp_path, "epoch", metrics=[{"epoch": epoch, "test_accuracy": 31.5} for epoch in (1, 3, 5)])
+    assert [(row["test_accuracy"], row["macs"]) for row in read_run(folder).rows] == [
+        (31.5, 100),
+        (31.5, 150),
+        (31.5, 300),
+    ]
+
+
+def test_metrics_of_a_loop_that_counts_steps_need_steps(tmp_path):
+    folder = own_log(tmp_path / "good", "step", metrics=[{"step": 3, "test_accuracy": 31.5}])
+    assert [row["epoch"] for row in read_run(folder).rows] == [3]
+    with pytest.raises(CheckpointError, match="every line needs 'step'"):
+        read_run(own_log(tmp_path / "bad", "step", metrics=[{"epoch": 3, "test_accuracy": 31.5}]))
+
+
+def test_seeds_of_a_loop_of_ones_own_belong_together(tmp_path):
+    runs = [read_run(own_log(tmp_path / name, "epoch")) for name in ("a", "b")]
+    assert [group.label for group in grouped(runs)] == ["dyrep"]
+
+
+def test_structures_that_are_trained_again_are_called_by_where_they_come_from(folders, tmp_path):
+    sources = [{"source": f"somewhere/{name}@4", "blocks": {"conv1": {}}} for name in ("x", "y")]
+    runs = [changed(folders.evolved, tmp_path / str(n), structure=source) for n, source in enumerate(sources)]
+    assert [group.label for group in grouped(runs)] == ["dyrep (structure=x@4)", "dyrep (structure=y@4)"]
 
 
 @pytest.mark.parametrize(("lines", "message"), [(0, "is not the log of dyrep.DyRep"), (1, "has no update yet")])

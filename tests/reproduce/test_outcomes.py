@@ -25,12 +25,9 @@ def trained(monkeypatch):
 
     def train(recipe, settings):
         recipes.append(recipe)
-        summary = {
-            "test_accuracy_folded": 90.0 + recipe.seed,
-            "seconds": 120.0,
-            "mean_macs": 3e6,
-            "mean_parameters": 2e6,
-        }
+        summary = {"test_accuracy_folded": 90.0 + recipe.seed, "seconds": 120.0}
+        summary |= {"mean_macs": 3e6, "mean_parameters": 2e6}
+        summary["recipe"] = recipe.to_dict()
         settings.out.mkdir(parents=True)
         (settings.out / "summary.json").write_text(json.dumps(summary))
         return summary
@@ -58,6 +55,15 @@ def test_what_is_there_is_not_trained_again_by_any_study(trained, shop):
     again = shop(seeds=2).carry_out(study(Row("b", {}, Training(CIFAR, dyrep={"interval": 15}))))
     assert [recipe.seed for recipe in trained] == [0, 1]
     assert again[0].figures["accuracy"] == [90, 91]
+
+
+def test_a_run_with_other_settings_is_not_taken_for_ours(trained, shop, tmp_path):
+    shop().carry_out(study(Row("a", {}, Training(CIFAR))))
+    file = tmp_path / "smoke" / "cifar10-vgg16-dyrep-seed0" / "summary.json"
+    file.write_text(file.read_text().replace('"lr": 0.1', '"lr": 0.2'))
+    (found,) = shop().carry_out(study(Row("a", {}, Training(CIFAR))))
+    assert found.state == "not run"
+    assert "was trained with other settings (lr: 0.2 against 0.1): move it away" in found.reason
 
 
 def test_rows_that_are_the_same_at_a_scale_share_their_runs_and_say_so(trained, shop):

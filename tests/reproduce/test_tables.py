@@ -75,3 +75,10 @@ def test_curves_are_those_of_the_runs(tmp_path):
 @pytest.mark.parametrize("name", ["convergence", "structure", "cifar"])
 def test_without_runs_there_is_no_picture(name):
     assert picture(STUDIES[name], [Outcome(row) for row in STUDIES[name].rows]) is None
+
+
+def test_a_cost_without_one_to_compare_with_is_left_out():
+    study = STUDIES["accuracy-against-cost"]
+    found = [Outcome(row) for row in study.rows]
+    found[1] = Outcome(study.rows[1], "done", figures={"cost": [30.0], "accuracy": [70.0]})
+    assert len(picture(study, found).told) == len(study.rows)

@@ -55,6 +55,7 @@ def _files(run: Path, layer: str, out: Path | None) -> list[Path]:
         return [out]
     if out is not None and out.suffix.lower() in _OTHER_FORMATS:
         raise ConfigError(f"--out {out}: pictures can be {' or '.join(FORMATS)}, not {out.suffix}")
-    name = run / layer if out is None else out / layer if out.is_dir() else out
+    folder = run.parent if run.is_file() else run
+    name = folder / layer if out is None else out / layer if out.is_dir() else out
     # names of layers have dots in them, so an ending is added and never replaced
     return [Path(f"{os.fspath(name)}{ending}") for ending in FORMATS]

@@ -74,13 +74,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _train(words: list[str]) -> None:
     from dyrep.cli.flags import parse_training
-    from dyrep.engine.running import Stopped, train
+    from dyrep.engine.running import train
 
     parsed = parse_training(words)
-    if parsed is None:
-        return
+    if parsed is not None:
+        _stoppable(lambda: train(*parsed))
+
+
+def _stoppable(work: Callable[[], object]) -> None:
+    """Do something that signals may stop, and exit then as shells expect."""
+    from dyrep.engine.running import Stopped
+
     try:
-        train(*parsed)
+        work()
     except Stopped as stopped:
         number = signal.SIGINT if stopped.reason == "Ctrl-C" else signal.Signals[stopped.reason or "SIGTERM"]
         sys.exit(128 + number)
@@ -125,7 +131,7 @@ def _reproduce(words: list[str]) -> None:
     from dyrep.cli.parsing import parse
     from dyrep.cli.reproducing import reproduce
 
-    parse(reproduce, words, "dyrep reproduce")
+    _stoppable(lambda: parse(reproduce, words, "dyrep reproduce"))
 
 
 def _bench(words: list[str]) -> None:

@@ -17,8 +17,18 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
     Raises:
         DyRepError: it cannot be written.
     """
+    write_text(file, json.dumps(data, indent=2) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file, atomically; its folder is made if need be.
+
+    Raises:
+        DyRepError: it cannot be written.
+    """
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as temporary:
-            temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise DyRepError(f"{file} cannot be written: {error}") from error

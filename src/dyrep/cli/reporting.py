@@ -25,4 +25,5 @@ def report_runs(
     """
     page, figures = write_report(runs, out)
     print(f"{page}: {page.stat().st_size / 1024:.0f} KiB, opens in any browser")
-    print(f"{figures[0].parent}: {len(figures)} figures as PNG")
+    if figures:
+        print(f"{figures[0].parent}: {len(figures)} figures as PNG")

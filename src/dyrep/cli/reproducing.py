@@ -7,10 +7,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dyrep.cli.output import write_json
+from dyrep.cli.output import write_json, write_text
 from dyrep.engine.rundir import hardware, versions
 from dyrep.errors import ConfigError
-from dyrep.files import replacing
 from dyrep.reproduce import SCALES, STUDIES
 from dyrep.reproduce.drawing import picture
 from dyrep.reproduce.outcomes import Workshop, planned
@@ -61,8 +60,7 @@ def reproduce(
         results = out / scale
         about = {"study": name, "source": study.source, "scale": scale, "seeds": seeds, "versions": versions()}
         write_json(results / f"{name}.json", {**about, "hardware": hardware(), "rows": as_data(study, outcomes)})
-        with replacing(results / f"{name}.md") as temporary:
-            temporary.write_text(as_markdown(study, workshop.scale, outcomes), encoding="utf-8")
+        write_text(results / f"{name}.md", as_markdown(study, workshop.scale, outcomes))
         drawn = picture(study, outcomes)
         if drawn is not None:
             print(drawn.save_png(results / f"{name}.png"))

@@ -167,6 +167,8 @@ class Recipe:
         """Read what `to_dict` wrote; unknown settings are refused."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
+        if data.get("sigma_gradient") == "length":  # there was such a thing once, and it was what "none" is today
+            data = {**data, "sigma_gradient": "none"}
         if unknown:
             raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
         settings = {

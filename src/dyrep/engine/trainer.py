@@ -197,6 +197,7 @@ class Trainer:
             **self.size,
             "images_per_second": round(rate, 1),
             "train_seconds": round(trained - self._began_epoch, 3),
+            "steps": self.data.train.steps,
         }
         evaluated = time.perf_counter()
         row["eval_seconds"] = round(evaluated - trained, 3)

@@ -25,7 +25,7 @@ ENOUGH_VALUES = 4096
 """So many values of a channel are enough to measure σ on."""
 
 SETTLING_STEPS = 20
-"""Steps at the beginning in all of which σ is measured, until running statistics can be relied on."""
+"""Steps at the beginning in all of which σ is measured, so that running statistics soon mean something."""
 
 
 class Clock:

@@ -44,7 +44,8 @@ def checked_batches(inputs: Any, count: int) -> list[Inputs]:
         ConfigError: there are none, or one of them does not hold a model's inputs.
     """
     batches = []
-    for place, batch in enumerate([inputs] if isinstance(inputs, Tensor) else inputs):
+    one = isinstance(inputs, Tensor) or (isinstance(inputs, tuple) and all(isinstance(part, Tensor) for part in inputs))
+    for place, batch in enumerate([inputs] if one else inputs):
         found = batch if isinstance(batch, (tuple, list)) else (batch,)
         tensors = tuple(found[:count])
         if len(tensors) < count or not all(isinstance(tensor, Tensor) for tensor in tensors):

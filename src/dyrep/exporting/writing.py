@@ -54,8 +54,8 @@ def export(
         example_input: the model's input, or a tuple of its inputs. The first dimension of each is the batch; values
             count only where they are whole numbers, which random inputs are drawn from.
         fold: fold the blocks. If not, the file holds all branches.
-        inputs: real inputs to compare on, too: a batch, or an iterable of batches, each as ``example_input`` is; what
-            follows the inputs in a batch (labels) is left out. All batches are run.
+        inputs: real inputs to compare on, too: a batch (a tensor, or a tuple of them), or a list or other iterable of
+            batches; what follows the inputs in a batch (labels) is left out. All batches are run.
         tolerance: the largest relative error that passes.
         opset: version of the ONNX operators (default: torch's choice).
         dynamic_batch: let the size of the batch vary. If not, it is that of ``example_input``.
@@ -159,7 +159,10 @@ class _Comparison:
 
     def __call__(self, inputs: Inputs, what: str) -> float:
         """The largest relative error over all outputs; raise if it is too large."""
-        expected = eval_outputs(self.model, inputs, lambda model, batch: model(*batch))
+        try:
+            expected = eval_outputs(self.model, inputs, lambda model, batch: model(*batch))
+        except Exception as error:
+            raise DyRepError(f"the model itself fails on {what}: {reason_of(error)}") from error
         if not expected:
             raise DyRepError("the model has no floating-point output to compare, so nothing was written")
         try:

@@ -66,14 +66,14 @@ def _words(run: Run, block: Block) -> tuple[str, str, str]:
     """Title, subtitle and notes of the picture."""
     told = run.rows[-1]["epoch"]
     subtitle = (
-        f"{run.recipe.get('model', 'network')}, {run.method}, seed {run.seed}, after epoch {told} of {run.epochs}"
+        f"{run.recipe.get('model', 'network')}, {run.method}, seed {run.seed}, after {run.unit} {told} of {run.epochs}"
     )
     _, measured = importances_of(run)
     if measured is None:
         return short(block.layer), subtitle, "Importances were not written down."
     labels = {part.label for lane in block.living for part in lane.parts if part.kind == "norm"}
     norm = "scale" if "scale γ" in labels else "norm"
-    late = f", at epoch {round(measured, 1):g}" if measured != told else ""
+    late = f", at {run.unit} {round(measured, 1):g}" if measured != told else ""
     return short(block.layer), subtitle, f"Under each branch its importance s, the mean |γ| of its {norm}{late}."
 
 
@@ -142,7 +142,7 @@ def _draw_ends(axes: Axes, middle: float, top: float, bottom: float) -> None:
 
 def _alt(run: Run, block: Block) -> str:
     told = run.rows[-1]["epoch"]
-    return f"Structure of {block.layer} after epoch {told} of {run.epochs}: {_described(block)}."
+    return f"Structure of {block.layer} after {run.unit} {told} of {run.epochs}: {_described(block)}."
 
 
 def _described(block: Block) -> str:

@@ -155,7 +155,7 @@ def nothing_to_draw(run: Run) -> str:
     if run.method == "origin":
         return f"the network of {run.path} is plain, as its method says: there is no block to draw"
     when = "has no branches" if lives(run) else "has grown no branches yet"
-    return f"the network of {run.path} {when} after epoch {run.rows[-1]['epoch']}: there is no block to draw"
+    return f"the network of {run.path} {when} after {run.unit} {run.rows[-1]['epoch']}: there is no block to draw"
 
 
 def _no_block(run: Run, layer: str, layers: list[str]) -> str:
@@ -163,7 +163,7 @@ def _no_block(run: Run, layer: str, layers: list[str]) -> str:
         return nothing_to_draw(run)
     gone = [epoch for epoch, where, _, _ in cuts(run) if where == layer]
     if gone:
-        return f"layer {layer!r} has no branches since {_epoch(max(gone))}, when it was cut; {which_layers(layers)}"
+        return f"layer {layer!r} has no branches since {_at(run, max(gone))}, when it was cut; {which_layers(layers)}"
     close = [name for name in layers if name.endswith(f".{layer}")]
     close = close or difflib.get_close_matches(layer, layers, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else ""
@@ -190,7 +190,7 @@ class _Reader:
     def _origin(self, layer: str, plan: Mapping[str, Any]) -> Lane:
         if not plan.get("origin", True):
             gone = [epoch for epoch, where, branch, _ in cuts(self.run) if (where, branch) == (layer, ORIGIN)]
-            when = _epoch(gone[-1]) if gone else "some time"
+            when = _at(self.run, gone[-1]) if gone else "some time"
             return Lane(ORIGIN, (), fate=f"dropped at {when}", cut=f"dropped at {when}")
         kernel = Part("kernel", _kernel(layer), "the original convolution")
         norm = (_end(plan),) if plan.get("origin_norm") else ()
@@ -199,10 +199,12 @@ class _Reader:
 
     def _lane(self, layer: str, branch: str, plan: Mapping[str, Any], own: Mapping[str, Life]) -> Lane:
         life = own.get(branch)
-        grown = "" if life is None else "there from the start" if life.born == 0 else f"grown at {_epoch(life.born)}"
+        grown = (
+            "" if life is None else "there from the start" if life.born == 0 else f"grown at {_at(self.run, life.born)}"
+        )
         if branch not in plan["branches"]:
             assert life is not None
-            when = "cut" if life.died is None else f"cut at {_epoch(life.died)}"
+            when = "cut" if life.died is None else f"cut at {_at(self.run, life.died)}"
             reason = f" ({life.end})" if life.end else ""
             return Lane(branch, (), fate=f"{grown}, {when}{reason}", cut=when)
         inside = f"{layer}.branches.{branch}." if layer else f"branches.{branch}."
@@ -277,8 +279,8 @@ def _numbers(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, flo
     return {layer: {branch: float(value) for branch, value in values.items()} for layer, values in layers.items()}
 
 
-def _epoch(number: float) -> str:
-    return f"epoch {round(number, 1):g}"
+def _at(run: Run, when: float) -> str:
+    return f"{run.unit} {round(when, 1):g}"
 
 
 def _times(branch: str) -> str:

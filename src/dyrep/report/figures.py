@@ -24,32 +24,39 @@ def curves(groups: Sequence[Group]) -> Picture | None:
     with styled():
         figure = new_figure(_WIDTH, 3.4 + 0.16 * len(groups))
         axes = figure.subplots(1, 2)
-        best = max((value for group in groups for run in group.runs for _, value in _accuracy(run)), default=math.nan)
-        picture = Picture(
-            "curves", figure, f"Accuracy and training loss of {len(groups)} kinds of runs; best {best:.2f} %"
-        )
+        measured = [value for group in groups for run in group.runs for _, value in _accuracy(run)]
+        best = f"; best accuracy {max(measured):.2f} %" if measured else ""
+        picture = Picture("curves", figure, f"Accuracy and training loss of {len(groups)} kinds of runs{best}")
         for number, group in enumerate(groups):
             for index, run in enumerate(group.runs):
                 look = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
-                label = group.label if index == 0 else None
                 for axis, values in ((axes[0], _accuracy(run)), (axes[1], history.series(run, "train_loss"))):
-                    _line(picture, axis, values, label, f"{group.label}, seed {run.seed}", run.unit, look)
+                    _line(picture, axis, values, f"{group.label}, seed {run.seed}", run.unit, look)
                 _edit_ticks(picture, axes[0], run, look["color"])
         split = "/".join(sorted({run.split for group in groups for run in group.runs}))
         axes[0].set_title(f"accuracy ({split}), %")
         axes[1].set_title("training loss")
         axes[1].set_yscale("log")
-        _zoom(axes[0], [value for group in groups for run in group.runs for _, value in _accuracy(run)])
+        _zoom(axes[0], measured)
         for axis in axes:
             over_epochs(axis, _longest(groups))
             axis.set_xlabel(groups[0].runs[0].unit)
-        handles, labels = axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=2, frameon=False)
+        _legend(figure, groups)
     return picture
 
 
 def _longest(groups: Sequence[Group]) -> int:
     return max(run.epochs for group in groups for run in group.runs)
+
+
+def _legend(figure: Any, groups: Sequence[Group]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=RUN_COLOURS[number % len(RUN_COLOURS)], label=group.label)
+        for number, group in enumerate(groups)
+    ]
+    figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False)
 
 
 def _accuracy(run: Run) -> Series:
@@ -64,12 +71,10 @@ def _zoom(axis: Any, values: list[float]) -> None:
         axis.set_ylim(max(min(values), low - (top - low)) - 0.02 * (top - low), top + 0.08 * (top - low) + 1e-9)
 
 
-def _line(
-    picture: Picture, axis: Any, values: Series, label: str | None, words: str, unit: str, look: dict[str, Any]
-) -> None:
+def _line(picture: Picture, axis: Any, values: Series, words: str, unit: str, look: dict[str, Any]) -> None:
     if not values:
         return
-    axis.plot(*zip(*values, strict=True), label=label, linewidth=1.3, **look)
+    axis.plot(*zip(*values, strict=True), linewidth=1.3, **look)
     epoch, last = values[-1]
     (end,) = axis.plot(epoch, last, marker="o", markersize=4, color=look["color"])
     picture.tell(end, f"{words}: {last:.4g} after {unit} {epoch:g}")
@@ -107,18 +112,17 @@ def costs(groups: Sequence[Group]) -> Picture | None:
             for number, group in enumerate(groups):
                 for index, run in enumerate(group.runs):
                     look = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
-                    label = group.label if index == 0 else None
                     words = f"{group.label}, seed {run.seed}: {title}"
                     values = of(run)
                     values = [(0.0, values[0][1]), *values] if values else []  # each stands for the time up to it
-                    _line(picture, axis, values, label, words, run.unit, {**look, "drawstyle": "steps-pre"})
+                    _line(picture, axis, values, words, run.unit, {**look, "drawstyle": "steps-pre"})
             axis.set_title(title)
             axis.set_ylim(bottom=0)
             over_epochs(axis, _longest(groups))
             axis.set_xlabel(groups[0].runs[0].unit)
         for axis in axes[len(shown) :]:
             axis.set_visible(False)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
+        _legend(figure, groups)
     return picture
 
 

@@ -73,11 +73,20 @@ def epoch_of(run: Run, event: dict[str, Any]) -> float:
     """When something happened, in epochs, or in steps where the run counts these."""
     if run.unit == "step":
         return float(event["step"])
-    if run.recipe.get("dyrep", {}).get("unit") != "step" or event.get("epoch"):
+    if run.recipe.get("dyrep", {}).get("unit") != "step":
         return float(event.get("epoch") or 0)
-    row = run.rows[0]
-    steps = round(row["images_per_second"] * row["train_seconds"] / run.recipe["batch_size"])
-    return float(event["step"]) / max(steps, 1)
+    return float(event["step"]) / _steps_per_epoch(run)
+
+
+def _steps_per_epoch(run: Run) -> int:
+    """As it was written down, or what it must have been; an epoch that was interrupted tells too few."""
+    batch = run.recipe["batch_size"]
+    told = [
+        row.get("steps") or round(row["images_per_second"] * row["train_seconds"] / batch)
+        for row in run.rows
+        if "steps" in row or "images_per_second" in row
+    ]
+    return max([*told, 1])
 
 
 def lives(run: Run) -> list[Life]:
@@ -91,8 +100,8 @@ def lives(run: Run) -> list[Life]:
             detail = edit.get("detail", {})
             for branch in edit["branches"]:
                 if edit["kind"] == "expand":
-                    score = detail.get("score")
-                    why = "from the start" if score is None else f"score {score:.3g}"
+                    score = _number(detail.get("score"))
+                    why = "from the start" if not now else "" if score is None else f"score {score:.3g}"
                     found.append(Life(edit["layer"], branch, now, why=why))
                 else:
                     _end(found, edit["layer"], branch, now, detail)

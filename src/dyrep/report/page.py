@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DyRepError
 from dyrep.files import replacing
 from dyrep.report import figures, history, results
 from dyrep.report.html import MISSING, card, count, duration, figure, number, page, section, table
@@ -43,11 +43,14 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
         raise ConfigError("the same run was given twice")
     report = Report([read_run(run) for run in runs])
     text = report.html()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out) as temporary:
-        temporary.write_text(text, encoding="utf-8")
     beside = out.with_name(f"{out.stem}-figures")
-    return out, [picture.save_png(beside / f"{picture.name}.png") for picture in report.pictures]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(out) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+        return out, [picture.save_png(beside / f"{picture.name}.png") for picture in report.pictures]
+    except OSError as error:
+        raise DyRepError(f"{out} cannot be written: {error}") from error
 
 
 class Report:
@@ -105,9 +108,9 @@ class Report:
             (
                 group.label,
                 len(group.runs),
-                results.mean_and_spread(results.accuracies(group)),
-                _relative(results.macs(group), self._plain_macs),
-                _relative(results.epoch_seconds(group), self._plain_seconds),
+                results.mean_and_spread(results.accuracies(group)) + ("" if results.ended(group) else ", so far"),
+                _relative(results.macs(group), results.plain_macs(group)),
+                _relative(results.epoch_seconds(group), self._plain_seconds(group)),
                 number(results.fold_error(group), ".1e"),
             )
             for group in self.groups
@@ -118,13 +121,13 @@ class Report:
 
     def _card(self, group: Group) -> str:
         facts: list[tuple[str, str, bool | None]] = [
-            ("multiply-adds in training", _relative(results.macs(group), self._plain_macs, " plain"), None)
+            ("multiply-adds in training", _relative(results.macs(group), results.plain_macs(group), " plain"), None)
         ]
         if results.seconds(group):
             facts.append(("time in all", duration(results.seconds(group)), None))
-        if self._plain_seconds is not None and group is not self._plain_group:
-            time = _relative(results.epoch_seconds(group), self._plain_seconds, " plain")
-            facts.append(("time per epoch", time, None))
+        plain_seconds = self._plain_seconds(group)
+        if plain_seconds is not None and group.runs[0].method != "origin":
+            facts.append(("time per epoch", _relative(results.epoch_seconds(group), plain_seconds, " plain"), None))
         error, passed = results.fold_error(group), results.fold_passed(group)
         if error is not None:
             words = number(error, ".1e") + ("" if passed else ", too much")
@@ -139,20 +142,11 @@ class Report:
         split = f"{group.runs[0].split} set, so far" if error is None else "test set, folded"
         return card(group.label, f"{results.mean_and_spread(found)} %", f"accuracy ({split}), {seeds}", facts)
 
-    @property
-    def _plain_macs(self) -> float | None:
-        return next((float(run.plain_macs) for run in self.runs if run.plain_macs), None)
-
-    @property
-    def _plain_group(self) -> Group | None:
-        return next((group for group in self.groups if group.runs[0].method == "origin"), None)
-
-    @property
-    def _plain_seconds(self) -> float | None:
-        """Time of an epoch of plain training on the same hardware, if it is among the runs."""
-        plain = self._plain_group
-        alike = len({str(run.sessions[-1].get("hardware")) for run in self.runs if run.sessions}) == 1
-        return results.epoch_seconds(plain) if plain is not None and alike and results.seconds(plain) else None
+    def _plain_seconds(self, group: Group) -> float | None:
+        """Time of an epoch of plain training under the same circumstances, if it is among the runs."""
+        plain = [other for other in self.groups if other.runs[0].method == "origin"]
+        alike = [other for other in plain if results.can_be_timed_against(group, other)]
+        return results.epoch_seconds(alike[0]) if alike else None
 
     # -- how it went --------------------------------------------------------------------------------------------
 
@@ -173,7 +167,7 @@ class Report:
                 rows.append(
                     (
                         f"{group.label}, seed {run.seed}",
-                        f"{count(macs)} ({_relative(macs, self._plain_macs)})",
+                        f"{count(macs)} ({_relative(macs, run.plain_macs)})",
                         count(parameters),
                         number(history.average(history.step_milliseconds(run)), ".2f"),
                         number(max((value for _, value in history.series(run, "memory_gib")), default=None), ".2f"),
@@ -231,7 +225,12 @@ class Report:
             )
             + self._figure(
                 figures.importance(run, f"importance-{suffix}"),
-                "Importance of branches, the mean of |γ|. When they differ enough, those below the mean are absorbed.",
+                "Importance of branches, the mean of |γ|."
+                + (
+                    " When they differ enough, those below the mean are absorbed."
+                    if run.method.startswith("dyrep")
+                    else ""
+                ),
                 final,
             )
             + self._figure(

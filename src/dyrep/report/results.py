@@ -36,6 +36,11 @@ def macs(group: Group) -> float | None:
     return statistics.mean(known) if known else None
 
 
+def ended(group: Group) -> bool:
+    """Whether any of its runs has."""
+    return any(run.summary is not None for run in group.runs)
+
+
 def fold_error(group: Group) -> float | None:
     """The largest change of the output by folding; None if no run has ended."""
     return max((run.summary["fold_error"] for run in group.runs if run.summary is not None), default=None)
@@ -51,8 +56,29 @@ def seconds(group: Group) -> float:
     return statistics.mean(sum(history.time_shares(run).values()) for run in group.runs)
 
 
-def epoch_seconds(group: Group) -> float:
+def epoch_seconds(group: Group) -> float | None:
     """Training and structure updates; the first epoch, where code is compiled and captured, counts too."""
-    kinds = ("train_seconds", "update_seconds")
-    spent = sum(row.get(kind, 0.0) for run in group.runs for row in run.rows for kind in kinds)
-    return spent / sum(len(run.rows) for run in group.runs)
+    rows = [row for run in group.runs for row in run.rows if "train_seconds" in row]
+    spent = sum(row["train_seconds"] + row.get("update_seconds", 0.0) for row in rows)
+    return spent / len(rows) if rows else None
+
+
+def plain_macs(group: Group) -> float | None:
+    """Multiply-adds of its plain network, if known."""
+    return next((float(run.plain_macs) for run in group.runs if run.plain_macs), None)
+
+
+def can_be_timed_against(group: Group, other: Group) -> bool:
+    """Whether times of two groups compare: the same network and data, in the same batches, on the same machine."""
+    return _circumstances(group) == _circumstances(other)
+
+
+def _circumstances(group: Group) -> set[tuple[str, ...]]:
+    keys = ("model", "dataset", "image_size", "batch_size", "precision")
+    return {
+        (
+            *(str(run.recipe.get(key)) for key in keys),
+            *(str(session.get(key)) for session in run.sessions[-1:] for key in ("hardware", "device", "processes")),
+        )
+        for run in group.runs
+    }

@@ -131,7 +131,7 @@ def _own_loop(log: Path) -> Run:
         raise CheckpointError(f"{log} is not the log of dyrep.DyRep: it does not begin with its settings")
     config, unit = started["config"], started["config"]["unit"]
     updates = [event for event in events if event["type"] == "update"]
-    rows = _lines(log.parent / "metrics.jsonl") or _rows(updates, unit, config["total"])
+    rows = _with_costs(_lines(log.parent / "metrics.jsonl"), updates, unit, log.parent) or _rows(updates, unit)
     if not rows:
         raise CheckpointError(f"{log} has no update yet, so there is nothing to report")
     end = config["total"] or rows[-1]["epoch"]
@@ -140,18 +140,28 @@ def _own_loop(log: Path) -> Run:
     return Run(log.parent, recipe, rows, events, [], None, unit)
 
 
-def _rows(updates: list[dict[str, Any]], unit: str, total: int | None) -> list[dict[str, Any]]:
-    """What training cost up to every update, and after the last."""
-    rows: list[dict[str, Any]] = []
-    before: dict[str, Any] = {}
-    for event in updates:
-        if event.get("plain_macs") and not before:
-            before = {"macs": event["plain_macs"]}
-        rows.append({"epoch": event[unit], **before})
-        before = {"macs": event["macs"]} if event.get("macs") else {}
-    if rows and (total or 0) > rows[-1]["epoch"]:
-        rows.append({"epoch": total, **before})
-    return rows
+def _rows(updates: list[dict[str, Any]], unit: str) -> list[dict[str, Any]]:
+    """What training cost up to every update; what came after the last one is not written down."""
+    return [{"epoch": event[unit], **_macs_at(event[unit], updates, unit)} for event in updates]
+
+
+def _with_costs(
+    rows: list[dict[str, Any]], updates: list[dict[str, Any]], unit: str, folder: Path
+) -> list[dict[str, Any]]:
+    """The user's own metrics, with what training cost meanwhile."""
+    found = []
+    for row in rows:
+        if unit not in row:
+            raise CheckpointError(f"metrics.jsonl in {folder}: every line needs {unit!r}, which the log counts in")
+        found.append({**_macs_at(row[unit], updates, unit), **row, "epoch": row[unit]})
+    return found
+
+
+def _macs_at(when: float, updates: list[dict[str, Any]], unit: str) -> dict[str, Any]:
+    """Multiply-adds of the structure that was trained up to some time."""
+    before = [event.get("macs") for event in updates if event[unit] < when]
+    macs = before[-1] if before else next((event.get("plain_macs") for event in updates), None)
+    return {"macs": macs} if macs else {}
 
 
 @dataclass(frozen=True)
@@ -191,6 +201,10 @@ def _kind(run: Run) -> dict[str, Any]:
     """The settings of a run as one flat table, without those that make no other kind of run."""
     flat: dict[str, Any] = {}
     for key, value in run.recipe.items():
+        if key == "structure" and value:  # where it was taken from says it all
+            value = Path(str(value.get("source", ""))).name
+        if key == "model" and run.own_loop:  # there it is the name of the folder
+            continue
         inner = value if isinstance(value, dict) else None
         flat |= {key: value} if inner is None else {f"{key}.{name}": item for name, item in inner.items()}
     return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in _UNTOLD}

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dyrep.report.block_picture import block_picture
+from dyrep.report.block_tree import blocks_of
 from dyrep.report.figures import curves
 from dyrep.report.pictures import RUN_COLOURS, Picture, new_figure, styled
 from dyrep.report.runs import grouped, read_run
@@ -18,23 +19,31 @@ _MARKERS = "osD^v"
 
 
 def picture(study: Study, outcomes: Sequence[Outcome]) -> Picture | None:
-    """The figure of a study; None if it has none, or nothing was run that it could show."""
+    """The figure of a study; None if it has none, or nothing was run that it could show.
+
+    Of accuracy against cost the paper's own points are shown in any case.
+    """
     runs = [read_run(run) for outcome in outcomes for run in outcome.runs]
     if study.picture == "cost":
         return _cost(study, outcomes)
     if not runs or not study.picture:
         return None
-    return curves(grouped(runs)) if study.picture == "curves" else block_picture(runs[0], "conv1")
+    if study.picture == "curves":
+        return curves(grouped(runs))
+    blocks = list(blocks_of(runs[0]))
+    if not blocks:
+        return None
+    return block_picture(runs[0], "conv1" if "conv1" in blocks else blocks[0])
 
 
 def _cost(study: Study, outcomes: Sequence[Outcome]) -> Picture:
-    """Accuracy against training cost, the paper's hollow and ours filled, each relative to its own plain networks."""
+    """Accuracy against training cost, the paper's hollow and ours filled, each relative to the first network."""
     with styled():
         figure = new_figure(6.5, 4)
         axis = figure.subplots()
         drawn = Picture(study.name, figure, f"{study.title}: accuracy against training time")
         plain_paper = _number(outcomes[0].row.paper["cost"])
-        plain_ours = statistics.mean(outcomes[0].figures.get("cost", [1.0]))
+        plain_ours = outcomes[0].figures.get("cost")
         labels = list(dict.fromkeys(outcome.row.label for outcome in outcomes))
         for outcome in outcomes:
             row, place = outcome.row, labels.index(outcome.row.label)
@@ -42,8 +51,8 @@ def _cost(study: Study, outcomes: Sequence[Outcome]) -> Picture:
             cost, accuracy = _number(row.paper["cost"]) / plain_paper, _number(row.paper["accuracy"])
             (point,) = axis.plot(cost, accuracy, markerfacecolor="none", **look)
             drawn.tell(point, f"paper, {row.group}, {row.label}: {accuracy:.2f} % at {cost:.2f} times the cost")
-            if outcome.state == "done":
-                cost = statistics.mean(outcome.figures["cost"]) / plain_ours
+            if outcome.state == "done" and plain_ours:
+                cost = statistics.mean(outcome.figures["cost"]) / statistics.mean(plain_ours)
                 accuracy = statistics.mean(outcome.figures["accuracy"])
                 (point,) = axis.plot(cost, accuracy, **look)
                 drawn.tell(point, f"ours, {row.group}, {row.label}: {accuracy:.2f} % at {cost:.2f} times the cost")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ class Workshop:
         folder = self.root / self.scale.name / f"{training.key}-seed{seed}"
         run = RunDirectory(folder)
         if (folder / SUMMARY).exists():
-            return run.read_json(SUMMARY), folder
+            return _checked(run, training, chosen), folder
         if not self.trains:
             raise DyRepError("not trained yet")
         if training.method == "fixed":
@@ -168,9 +168,22 @@ class Workshop:
             outcome.figures["speed"] = [_images_per_second(model, device)]
 
 
+def _checked(run: RunDirectory, training: Training, chosen: Recipe) -> dict[str, Any]:
+    """The summary of a run, if it was trained as it would be today."""
+    summary = run.read_json(SUMMARY)
+    found = Recipe.from_dict(summary["recipe"])
+    if training.method == "fixed":
+        found = replace(found, method=chosen.method, structure=None)
+    if found != chosen:
+        what = "; ".join(found.differences(chosen)) or "another name"
+        raise DyRepError(f"the run in {run.path} was trained with other settings ({what}): move it away")
+    return summary
+
+
 def _like(twin: Outcome, row: Row) -> Outcome:
     label = f"{twin.row.group}, {twin.row.label}" if twin.row.group else twin.row.label
-    return replace(twin, row=row, reason=f"at this scale the same runs as {label}")
+    same = f"at this scale the same runs as {label}"
+    return replace(twin, row=row, reason=same if twin.state == "done" else twin.reason)
 
 
 def _branches(outcome: Outcome) -> Outcome:
@@ -202,6 +215,12 @@ def planned(study: Study, scale: Scale, seeds: int) -> list[str]:
     """The runs that a study consists of, by the names of their folders."""
     if study.columns == ("branches",):
         return []
-    trainings: Sequence[Training] = [row.training for row in study.rows if row.training is not None]
-    runnable = [training for training in trainings if scale.recipe(training, 0) is not None]
-    return list(dict.fromkeys(f"{training.key}-seed{seed}" for training in runnable for seed in range(seeds)))
+    names: dict[str, None] = {}
+    known: list[Recipe] = []
+    for training in (row.training for row in study.rows if row.training is not None):
+        chosen = scale.recipe(training, 0)
+        if chosen is None or (training.method != "fixed" and replace(chosen, name="") in known):
+            continue
+        known += [] if training.method == "fixed" else [replace(chosen, name="")]
+        names |= dict.fromkeys(f"{training.key}-seed{seed}" for seed in range(seeds))
+    return list(names)

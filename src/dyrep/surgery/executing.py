@@ -28,9 +28,8 @@ def set_execution_(
     - ``"fused"`` computes the same, to rounding, with far fewer passes over activations. It needs a GPU and Triton;
       on the CPU it means eager, and where a block cannot be fused (shared batch statistics, double precision) it says
       so and runs eagerly.
-    - ``"folded"`` runs one convolution per block, with a kernel computed from the branches and with σ measured on a
-      few images. It is not the same function of the batch and learns a little less well, at little more than the cost
-      of plain training; in eval mode, and deployed, it is the same.
+    - ``"folded"`` runs one convolution per block, with a kernel computed from the branches and the running σ, which
+      a few images move every few steps. It is not the same function of the batch; in eval mode, and deployed, it is.
     - ``"auto"``, the default, is fused where it can be, else eager.
 
     Blocks that grow later are ``"auto"``, unless `dyrep.DyRep` is told otherwise.
