@@ -49,6 +49,7 @@ def test_what_is_not_understood_is_said(tmp_path, capsys, words, message):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dyrep.errors.ScoreNoiseWarning")  # the paper's score, on networks with norms
 def test_everything_runs_at_the_smallest_scale(tmp_path, capsys):
     run(tmp_path, "all")
     for study in STUDIES.values():
