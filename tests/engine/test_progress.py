@@ -17,7 +17,6 @@ from dyrep.engine.progress import (
     SilentReporter,
     Status,
     describe,
-    duration,
     make_reporter,
 )
 from dyrep.errors import ConfigError
@@ -42,23 +41,6 @@ def clock(monkeypatch):
 
 
 # -- words ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0 s"),
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 0 s"),
-        (60, "1 min 0 s"),
-        (3599.7, "1 h 0 min"),
-        (86399, "23 h 59 min"),
-        (360000, "100 h 0 min"),
-    ],
-)
-def test_a_time_in_words(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_an_epoch_in_one_line():

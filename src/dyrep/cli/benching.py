@@ -14,6 +14,7 @@ from dyrep.engine.bench import ARMS, Bench, BenchSettings, StepTime
 from dyrep.engine.rundir import hardware
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.surgery.timing import LayerTimes
+from dyrep.wording import counted
 
 _LITTLE = 0.02  # a share of time that is not worth speaking of
 
@@ -36,10 +37,10 @@ def bench_model(
         raise ConfigError(f"--json {file} is a folder; name a file")
     bench = Bench(settings)
     settings = bench.settings
-    images = f"{_count(settings.batch, 'image')} of {settings.size}x{settings.size}"
+    images = f"{counted(settings.batch, 'image')} of {settings.size}x{settings.size}"
     print(f"{settings.model}, {images}, {settings.precision} on {settings.device}: {hardware()}")
     count = sum(map(len, bench.branches.values()))
-    print(f"{_count(len(bench.branches), 'block')} with {_count(count, 'branch', 'es')}\n", flush=True)
+    print(f"{counted(len(bench.branches), 'block')} with {counted(count, 'branch', 'es')}\n", flush=True)
     rows: list[StepTime] = []
     for row in bench.steps():  # each is shown as soon as it is there: on a CPU they take their time
         if not rows:
@@ -73,7 +74,7 @@ def verdict(rows: Sequence[StepTime], layers: Sequence[LayerTimes], settings: Be
     gain = (
         f"would save {saved:.0%} of that ({_times(folded)}), but" if saved > _LITTLE else f"takes {_times(folded)}, and"
     )
-    seen = f"at least {min(settings.images, settings.batch)} of {_count(settings.batch, 'image')}"
+    seen = f"at least {min(settings.images, settings.batch)} of {counted(settings.batch, 'image')}"
     return f"{text}. Folded {gain} is not exact: it estimates σ, here from {seen}."
 
 
@@ -88,10 +89,6 @@ def _choice(layers: Sequence[LayerTimes]) -> str:
     if not ways["fused"]:
         return f"auto runs all blocks eagerly ({reasons})"
     return f"auto runs {ways['fused']} of {len(layers)} blocks fused, and the others eagerly ({reasons})"
-
-
-def _count(number: int, thing: str, plural: str = "s") -> str:
-    return f"{number} {thing}{plural if number != 1 else ''}"
 
 
 def _times(row: StepTime) -> str:

@@ -17,6 +17,7 @@ from dyrep.engine.running import load_run
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.folding import deploy
+from dyrep.wording import large
 
 _WIDE = 1000
 
@@ -129,7 +130,7 @@ def _print_tree(title: str, found: dict[str, Any]) -> None:
     evolved, plain = found, {"parameters": found["plain_parameters"], "macs": found["plain_macs"]}
     console.print(f"in training: {_costs(evolved)} ({found['macs'] / max(found['plain_macs'], 1):.2f} x plain)")
     if found["folding_macs"]:
-        console.print(f"per step:    {_short(found['folding_macs'])} multiply-adds to fold the blocks")
+        console.print(f"per step:    {large(found['folding_macs'])} multiply-adds to fold the blocks")
     console.print(f"deployed:    {_costs(plain)}")
 
 
@@ -148,11 +149,4 @@ def _add(tree: Any, layer: dict[str, Any]) -> None:
 
 
 def _costs(entry: dict[str, Any]) -> str:
-    return f"{_short(entry['parameters'])} parameters, {_short(entry['macs'])} multiply-adds"
-
-
-def _short(count: int) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return str(count)
+    return f"{large(entry['parameters'])} parameters, {large(entry['macs'])} multiply-adds"

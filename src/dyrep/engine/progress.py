@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dyrep.errors import ConfigError
+from dyrep.wording import duration
 
 LINE_SECONDS = 10.0
 """Without a terminal an epoch is reported if the last report is at least this old, so that logs stay readable."""
@@ -174,18 +175,3 @@ def describe(row: dict[str, Any], status: Status) -> str:
     parts += [f"{split} {row[f'{split}_accuracy']:.2f} %" for split in ("val", "test") if f"{split}_accuracy" in row]
     parts += [status.structure, f"{status.images_per_second:,.0f} images/s", f"{duration(status.seconds_left)} left"]
     return "  ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """A time in words.
-
-    Example:
-        >>> duration(3.2), duration(75), duration(7300)
-        ('3 s', '1 min 15 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dyrep.checkpoint import save
-from dyrep.engine.progress import Reporter, duration, make_reporter
+from dyrep.engine.progress import Reporter, make_reporter
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.rundir import RunDirectory, hardware
 from dyrep.engine.setup import make_model
@@ -23,6 +23,7 @@ from dyrep.events import read_events
 from dyrep.surgery.costs import costs
 from dyrep.surgery.folding import deploy, verify
 from dyrep.surgery.structure import importances, restructure_, structure
+from dyrep.wording import duration
 
 PLAIN = "plain.safetensors"
 SUMMARY = "summary.json"

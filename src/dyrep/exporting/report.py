@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dyrep.wording import counted
+
 
 @dataclass(frozen=True)
 class ExportReport:
@@ -54,21 +56,17 @@ class ExportReport:
         kind, runner = ("torch.export", "torch") if self.opset is None else (f"ONNX opset {self.opset}", "onnxruntime")
         sizes = ", ".join(map(str, self.batch_sizes))
         real = (
-            "" if self.real_error is None else f", {self.real_error:.2e} on {_count(self.real_examples, 'given one')}"
+            "" if self.real_error is None else f", {self.real_error:.2e} on {counted(self.real_examples, 'given one')}"
         )
         return (
             f"{self.path}: {kind}, {self.bytes / 1e6:,.3f} MB, {self._structure()}\n"
             f"  same function: relative error {self.random_error:.2e} on random inputs (batches of {sizes}){real}; "
             f"tolerance {self.tolerance:.0e}\n"
             f"  latency for a batch of {self.timed_batch}: {self.ms:.3f} ms in {runner}, {self.plain_ms:.3f} ms as the "
-            f"plain network in PyTorch (CPU, {_count(self.threads, 'thread')})"
+            f"plain network in PyTorch (CPU, {counted(self.threads, 'thread')})"
         )
 
     def _structure(self) -> str:
         if not self.blocks:
             return "a network without branches"
-        return f"{_count(self.blocks, 'block')} {'folded' if self.folded else 'with all branches'}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+        return f"{counted(self.blocks, 'block')} {'folded' if self.folded else 'with all branches'}"

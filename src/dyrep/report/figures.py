@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dyrep.branches import BRANCHES, ORIGIN
@@ -27,12 +27,10 @@ def curves(groups: Sequence[Group]) -> Picture | None:
         measured = [value for group in groups for run in group.runs for _, value in _accuracy(run)]
         best = f"; best accuracy {max(measured):.2f} %" if measured else ""
         picture = Picture("curves", figure, f"Accuracy and training loss of {len(groups)} kinds of runs{best}")
-        for number, group in enumerate(groups):
-            for index, run in enumerate(group.runs):
-                look = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
-                for axis, values in ((axes[0], _accuracy(run)), (axes[1], history.series(run, "train_loss"))):
-                    _line(picture, axis, values, f"{group.label}, seed {run.seed}", run.unit, look)
-                _edit_ticks(picture, axes[0], run, look["color"])
+        for name, run, look in _drawn(groups):
+            for axis, values in ((axes[0], _accuracy(run)), (axes[1], history.series(run, "train_loss"))):
+                _line(picture, axis, values, name, run.unit, look)
+            _edit_ticks(picture, axes[0], run, look["color"])
         split = "/".join(sorted({run.split for group in groups for run in group.runs}))
         axes[0].set_title(f"accuracy ({split}), %")
         axes[1].set_title("training loss")
@@ -47,6 +45,14 @@ def curves(groups: Sequence[Group]) -> Picture | None:
 
 def _longest(groups: Sequence[Group]) -> int:
     return max(run.epochs for group in groups for run in group.runs)
+
+
+def _drawn(groups: Sequence[Group]) -> Iterator[tuple[str, Run, dict[str, Any]]]:
+    """Every run with its name and its look: groups differ in colour, seeds in the style of their lines."""
+    for number, group in enumerate(groups):
+        for index, run in enumerate(group.runs):
+            look = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
+            yield f"{group.label}, seed {run.seed}", run, look
 
 
 def _legend(figure: Any, groups: Sequence[Group]) -> None:
@@ -107,15 +113,12 @@ def costs(groups: Sequence[Group]) -> Picture | None:
     with styled():
         figure = new_figure(_WIDTH, 2.3 * math.ceil(len(shown) / 2) + 0.16 * len(groups))
         axes = figure.subplots(math.ceil(len(shown) / 2), 2, squeeze=False).flatten()
-        picture = Picture("costs", figure, f"{', '.join(title for title, _ in shown)}, over epochs")
+        picture = Picture("costs", figure, f"{', '.join(title for title, _ in shown)}, over time")
         for axis, (title, of) in zip(axes, shown, strict=False):
-            for number, group in enumerate(groups):
-                for index, run in enumerate(group.runs):
-                    look = {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "linestyle": _STYLES[index % len(_STYLES)]}
-                    words = f"{group.label}, seed {run.seed}: {title}"
-                    values = of(run)
-                    values = [(0.0, values[0][1]), *values] if values else []  # each stands for the time up to it
-                    _line(picture, axis, values, words, run.unit, {**look, "drawstyle": "steps-pre"})
+            for name, run, look in _drawn(groups):
+                values = of(run)
+                values = [(0.0, values[0][1]), *values] if values else []  # each stands for the time up to it
+                _line(picture, axis, values, f"{name}: {title}", run.unit, {**look, "drawstyle": "steps-pre"})
             axis.set_title(title)
             axis.set_ylim(bottom=0)
             over_epochs(axis, _longest(groups))

@@ -16,35 +16,6 @@ def number(value: float | None, form: str = ".4g") -> str:
     return MISSING if value is None else format(value, form) if value else "0"
 
 
-def count(value: float | None) -> str:
-    """A large number in thousands, millions or billions.
-
-    Example:
-        >>> count(1_222_032), count(None)
-        ('1.22 M', '–')
-    """
-    if value is None:
-        return MISSING
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value:g}"
-
-
-def duration(seconds: float) -> str:
-    """A time as people say it.
-
-    Example:
-        >>> duration(76.2), duration(4000)
-        ('1 min 16 s', '1 h 07 min')
-    """
-    if seconds >= 3600:
-        hours, minutes = divmod(round(seconds / 60), 60)
-        return f"{hours} h {minutes:02d} min"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
 def table(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
     """A table; its first column names the rows, columns of figures are set flush right."""
     rows = list(rows)
@@ -79,7 +50,7 @@ def figure(picture: Picture | None, words: str, data: str = "") -> str:
     """A picture with a caption, and its data as a table for those who would rather read."""
     if picture is None:
         return ""
-    more = f'<details class="data"><summary>The same as a table</summary>{data}</details>' if data else ""
+    more = f'<details class="data"><summary>As a table</summary>{data}</details>' if data else ""
     label = escape(f"{picture.alt}. Arrow keys go from mark to mark.", quote=True)
     return (
         f'<figure id="{picture.name}"><div class="chart" tabindex="0" role="group" aria-label="{label}">'

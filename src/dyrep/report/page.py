@@ -13,10 +13,11 @@ from typing import Any
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.files import replacing
 from dyrep.report import figures, history, results
-from dyrep.report.html import MISSING, card, count, duration, figure, number, page, section, table
+from dyrep.report.html import MISSING, card, figure, number, page, section, table
 from dyrep.report.pictures import Picture, short
 from dyrep.report.runs import Group, Run, grouped, read_run
 from dyrep.report.timeline import timeline
+from dyrep.wording import counted, duration, large
 
 
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
@@ -69,6 +70,7 @@ class Report:
         self.unit = self.runs[0].unit
         if any(run.unit != self.unit for run in self.runs):
             raise ConfigError("some of the runs count epochs and others steps: make a report of each kind")
+        self._named = [(f"{group.label}, seed {run.seed}", run) for group in self.groups for run in group.runs]
         self.pictures: list[Picture] = []
 
     def html(self) -> str:
@@ -87,7 +89,7 @@ class Report:
         title = f"dyrep: {', '.join(sorted({run.title for run in self.runs}))}"
         epochs = sorted({run.epochs for run in self.runs})
         subtitle = (
-            f"{_plural(len(self.runs), 'run')} of {_plural(len(self.groups), 'kind')}, "
+            f"{counted(len(self.runs), 'run')} of {counted(len(self.groups), 'kind')}, "
             f"{' and '.join(map(str, epochs))} {self.unit}s; made from the folders of the runs alone"
         )
         body = "\n".join(section(*part) for part in shown)
@@ -134,7 +136,7 @@ class Report:
             facts.append(("folding changes the output by", words, passed))
         going = sum(run.summary is None and not run.own_loop for run in group.runs)
         if going:
-            facts.append(("not finished", _plural(going, "run"), False))
+            facts.append(("not finished", counted(going, "run"), False))
         found = results.accuracies(group)
         if not found:
             return card(group.label, MISSING, "accuracy was not written down", facts)
@@ -151,7 +153,7 @@ class Report:
     # -- how it went --------------------------------------------------------------------------------------------
 
     def _convergence(self) -> str:
-        rows = [(f"{group.label}, seed {run.seed}", *_row(run)) for group in self.groups for run in group.runs]
+        rows = [(name, *_row(run)) for name, run in self._named]
         heads = ("run", f"{self.unit}s", "training loss", "training accuracy, %", "accuracy, %", "best accuracy, %")
         words = (
             "Accuracy and training loss of all runs. Ticks at the bottom are updates that changed a structure: "
@@ -161,18 +163,17 @@ class Report:
 
     def _cost(self) -> str:
         rows = []
-        for group in self.groups:
-            for run in group.runs:
-                macs, parameters = (history.average(history.series(run, key)) for key in ("macs", "parameters"))
-                rows.append(
-                    (
-                        f"{group.label}, seed {run.seed}",
-                        f"{count(macs)} ({_relative(macs, run.plain_macs)})",
-                        count(parameters),
-                        number(history.average(history.step_milliseconds(run)), ".2f"),
-                        number(max((value for _, value in history.series(run, "memory_gib")), default=None), ".2f"),
-                    )
+        for name, run in self._named:
+            macs, parameters = (history.average(history.series(run, key)) for key in ("macs", "parameters"))
+            rows.append(
+                (
+                    name,
+                    f"{_large(macs)} ({_relative(macs, run.plain_macs)})",
+                    _large(parameters),
+                    number(history.average(history.step_milliseconds(run)), ".2f"),
+                    number(max((value for _, value in history.series(run, "memory_gib")), default=None), ".2f"),
                 )
+            )
         heads = ("run", "multiply-adds", "parameters", "ms per step", "peak memory, GiB")
         averages = table("Averages over time, as the paper reports them; of memory, the peak", heads, rows)
         words = "What a training step costs while the structure changes; the deployed network is the plain one."
@@ -180,10 +181,9 @@ class Report:
 
     def _structure(self) -> str:
         parts = []
-        changed = [run for run in self.runs if history.lives(run)]
-        for index, run in enumerate(changed):
-            label = next(group.label for group in self.groups if run in group.runs)
-            head = f"<summary>{escape(label)}, seed {run.seed}</summary>"
+        changed = [(name, run) for name, run in self._named if history.lives(run)]
+        for index, (name, run) in enumerate(changed):
+            head = f"<summary>{escape(name)}</summary>"
             content = self._evolution(run, str(index + 1))
             parts.append(f'<details class="run"{" open" if index == 0 else ""}>{head}{content}</details>')
         return "".join(parts)
@@ -249,23 +249,22 @@ class Report:
 
     def _proof(self) -> str:
         rows: list[tuple[Any, ...]] = []
-        for group in self.groups:
-            for run in group.runs:
-                found = run.summary
-                if found is None:
-                    verdict = "a loop of your own: see dyrep.verify" if run.own_loop else "not finished"
-                    rows.append((f"{group.label}, seed {run.seed}", verdict, None, None, None, MISSING))
-                    continue
-                rows.append(
-                    (
-                        f"{group.label}, seed {run.seed}",
-                        "passed" if found["fold_passed"] else "failed",
-                        number(found["fold_error"], ".1e"),
-                        f"{found['test_accuracy']:.2f}",
-                        f"{found['test_accuracy_folded']:.2f}",
-                        found.get("fold_report", MISSING),
-                    )
+        for name, run in self._named:
+            found = run.summary
+            if found is None:
+                verdict = "a loop of your own: see dyrep.verify" if run.own_loop else "not finished"
+                rows.append((name, verdict, None, None, None, MISSING))
+                continue
+            rows.append(
+                (
+                    name,
+                    "passed" if found["fold_passed"] else "failed",
+                    number(found["fold_error"], ".1e"),
+                    f"{found['test_accuracy']:.2f}",
+                    f"{found['test_accuracy_folded']:.2f}",
+                    found.get("fold_report", MISSING),
                 )
+            )
         heads = ("run", "verdict", "largest error", "accuracy with branches, %", "folded, %", "what was compared")
         words = (
             "At the end every run was folded into the plain network, key for key, and both were run on the same test "
@@ -278,38 +277,35 @@ class Report:
             return ""
         kinds = list(dict.fromkeys(kind for run in self.runs for kind in history.time_shares(run)))
         rows = []
-        for group in self.groups:
-            for run in group.runs:
-                shares = history.time_shares(run)
-                total = sum(shares.values()) or 1.0
-                cells = [
-                    f"{duration(shares[kind])} ({shares[kind] / total:.0%})" if kind in shares else None
-                    for kind in kinds
-                ]
-                rows.append((f"{group.label}, seed {run.seed}", duration(total), *cells))
+        for name, run in self._named:
+            shares = history.time_shares(run)
+            total = sum(shares.values()) or 1.0
+            cells = [
+                f"{duration(shares[kind])} ({shares[kind] / total:.0%})" if kind in shares else None for kind in kinds
+            ]
+            rows.append((name, duration(total), *cells))
         return table("Wall-clock time", ("run", "in all", *kinds), rows)
 
     def _provenance(self) -> str:
         parts = []
-        for group in self.groups:
-            for run in group.runs:
-                first = run.sessions[0] if run.sessions else {}
-                hardware = sorted({str(session.get("hardware")) for session in run.sessions})
-                versions = ", ".join(f"{name} {version}" for name, version in first.get("versions", {}).items())
-                facts: list[tuple[str, Any]] = [
-                    ("folder", run.path.name),
-                    ("seed", run.seed),
-                    ("hardware", "; ".join(hardware) or MISSING),
-                    ("processes", first.get("processes")),
-                    ("versions", versions or MISSING),
-                    ("started", _plural(len(run.sessions), "time")),
-                ]
-                recipe = escape(json.dumps(run.recipe, indent=2))
-                parts.append(
-                    f"<h3>{escape(group.label)}, seed {run.seed}</h3>"
-                    + table("Where it comes from", ("fact", "value"), facts)
-                    + f'<details class="data"><summary>All settings</summary><pre>{recipe}</pre></details>'
-                )
+        for name, run in self._named:
+            first = run.sessions[0] if run.sessions else {}
+            hardware = sorted({str(session.get("hardware")) for session in run.sessions})
+            versions = ", ".join(f"{name} {version}" for name, version in first.get("versions", {}).items())
+            facts: list[tuple[str, Any]] = [
+                ("folder", run.path.name),
+                ("seed", run.seed),
+                ("hardware", "; ".join(hardware) or MISSING),
+                ("processes", first.get("processes")),
+                ("versions", versions or MISSING),
+                ("started", counted(len(run.sessions), "time")),
+            ]
+            recipe = escape(json.dumps(run.recipe, indent=2))
+            parts.append(
+                f"<h3>{escape(name)}</h3>"
+                + table("Where it comes from", ("fact", "value"), facts)
+                + f'<details class="data"><summary>All settings</summary><pre>{recipe}</pre></details>'
+            )
         return "".join(parts)
 
 
@@ -325,9 +321,9 @@ def _row(run: Run) -> tuple[Any, ...]:
     )
 
 
+def _large(value: float | None) -> str:
+    return MISSING if value is None else large(value)
+
+
 def _relative(value: float | None, plain: float | None, unit: str = "") -> str:
     return MISSING if value is None or not plain else f"{value / plain:.2f} ×{unit}"
-
-
-def _plural(number_of: int, what: str) -> str:
-    return f"{number_of} {what}" if number_of == 1 else f"{number_of} {what}s"

@@ -72,17 +72,9 @@ class Workshop:
         """All rows of a study; runs that are complete are not repeated, those that were stopped go on."""
         outcomes: list[Outcome] = []
         for row in study.rows:
-            twin = next((earlier for earlier in outcomes if self._are_the_same(earlier.row, row)), None)
+            twin = next((earlier for earlier in outcomes if _are_the_same(earlier.row, row, self.scale)), None)
             outcomes.append(self._row(study, row) if twin is None else _like(twin, row))
         return outcomes
-
-    def _are_the_same(self, first: Row, second: Row) -> bool:
-        """Whether two rows differ on paper, but not at this scale: half an epoch between updates is one, too."""
-        trainings = [row.training for row in (first, second) if row.training is not None]
-        if len(trainings) < 2 or any(training.method == "fixed" for training in trainings):
-            return False
-        recipes = [found for training in trainings if (found := self.scale.recipe(training, 0)) is not None]
-        return len(recipes) == 2 and recipes[0] == replace(recipes[1], name=recipes[0].name)
 
     def _row(self, study: Study, row: Row) -> Outcome:
         outcome = Outcome(row, reason=row.why_not)
@@ -215,12 +207,18 @@ def planned(study: Study, scale: Scale, seeds: int) -> list[str]:
     """The runs that a study consists of, by the names of their folders."""
     if study.columns == ("branches",):
         return []
-    names: dict[str, None] = {}
-    known: list[Recipe] = []
-    for training in (row.training for row in study.rows if row.training is not None):
-        chosen = scale.recipe(training, 0)
-        if chosen is None or (training.method != "fixed" and replace(chosen, name="") in known):
-            continue
-        known += [] if training.method == "fixed" else [replace(chosen, name="")]
-        names |= dict.fromkeys(f"{training.key}-seed{seed}" for seed in range(seeds))
-    return list(names)
+    own: list[Row] = []
+    for row in study.rows:
+        if not any(_are_the_same(earlier, row, scale) for earlier in own):
+            own.append(row)
+    trainings = [row.training for row in own if row.training is not None and scale.recipe(row.training, 0) is not None]
+    return list(dict.fromkeys(f"{training.key}-seed{seed}" for training in trainings for seed in range(seeds)))
+
+
+def _are_the_same(first: Row, second: Row, scale: Scale) -> bool:
+    """Whether two rows differ on paper, but not at a scale: half an epoch between updates is one, too."""
+    trainings = [row.training for row in (first, second) if row.training is not None]
+    if len(trainings) < 2 or any(training.method == "fixed" for training in trainings):
+        return False
+    recipes = [found for training in trainings if (found := scale.recipe(training, 0)) is not None]
+    return len(recipes) == 2 and recipes[0] == replace(recipes[1], name=recipes[0].name)
