@@ -291,7 +291,7 @@ class Report:
         for name, run in self._named:
             first = run.sessions[0] if run.sessions else {}
             hardware = sorted({str(session.get("hardware")) for session in run.sessions})
-            versions = ", ".join(f"{name} {version}" for name, version in first.get("versions", {}).items())
+            versions = ", ".join(f"{package} {version}" for package, version in first.get("versions", {}).items())
             facts: list[tuple[str, Any]] = [
                 ("folder", run.path.name),
                 ("seed", run.seed),
