@@ -55,8 +55,23 @@ class PassedNorm(nn.Module):
         return f"{self.weight.numel()}, in place of {self.kind.__name__}"
 
 
+def is_frozen_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that never changes, as detectors have them (torchvision's and others').
+
+    These are no batch norms by class, and the libraries they come from need not be there: they are known by name.
+
+    Example:
+        >>> from torchvision.ops import FrozenBatchNorm2d
+        >>> is_frozen_norm(FrozenBatchNorm2d(4)), is_frozen_norm(nn.BatchNorm2d(4).eval())
+        (True, False)
+    """
+    return any(kind.__name__.startswith("FrozenBatchNorm") for kind in type(module).__mro__)
+
+
 def refusal(norm: nn.Module, *, training: bool = True) -> str:
     """Why a norm, in training mode or not, cannot step aside; empty if it can."""
+    if is_frozen_norm(norm):
+        return f"it is a {type(norm).__name__}, whose statistics, γ and β never change; frozen norms stay"
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     if type(norm) not in kinds:
         return f"{type(norm).__name__} is not one of torch's batch norms"

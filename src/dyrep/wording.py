@@ -1,6 +1,22 @@
-"""Numbers in words, the same wherever they are told."""
+"""Numbers and what they measure in words, the same wherever they are told."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+METRICS = {"accuracy": "accuracy", "map": "mAP", "miou": "mIoU"}
+"""What tells how good a network is, by its key in the files of a run, and how it is called; all are in percent."""
+
+
+def metric_of(*tables: Mapping[str, object]) -> str:
+    """The key of the metric that tables of metrics hold, whichever images it was measured on.
+
+    Example:
+        >>> metric_of({"epoch": 1, "val_map": 31.0}), metric_of({"epoch": 1}), METRICS[metric_of({"test_miou": 1.0})]
+        ('map', 'accuracy', 'mIoU')
+    """
+    held = {key for table in tables for key in table}
+    return next((key for key in METRICS if held & {f"val_{key}", f"test_{key}"}), "accuracy")
 
 
 def duration(seconds: float) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 
 from dyrep.checkpoint import save
+from dyrep.engine.recipe import Recipe
 from dyrep.engine.running import load_run
+from dyrep.engine.tasks import task_of
 from dyrep.errors import DyRepError
 from dyrep.surgery.folding import deploy, verify
 
@@ -30,8 +31,8 @@ def deploy_run(
     """
     model, state = load_run(run, which)
     plain = deploy(model)
-    images = torch.randn(8, state["channels"], state["size"], state["size"], generator=torch.Generator().manual_seed(0))
-    report = verify(model, plain, images)
+    task = task_of(Recipe.from_dict(state["recipe"]))
+    report = verify(model, plain, task.random_inputs(channels=state["channels"], size=state["size"]))
     if not report:
         raise DyRepError(f"the folded network does not compute the same, so nothing was written: {report}")
     save(plain, out)

@@ -51,6 +51,11 @@ def export_run(
     """
     files = _checked_files(onnx, pt2, opset, file)
     model, state = load_run(run, which)
+    if Recipe.from_dict(state["recipe"]).task == "detection":
+        raise ConfigError(
+            f"the run in {run} is of a detector, which takes lists of images and gives as many boxes as it finds: "
+            "there is no file for that here. dyrep deploy writes its folded weights, for torchvision's own ONNX export"
+        )
     images = _test_images(run, state, data)
     example = torch.zeros(1, state["channels"], state["size"], state["size"])
     reports = []

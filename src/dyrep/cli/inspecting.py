@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import tyro
 from torch import nn
 
 from dyrep.block import RepConv
+from dyrep.engine.recipe import Recipe
 from dyrep.engine.running import load_run
+from dyrep.engine.tasks import task_of
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.folding import deploy
@@ -33,8 +34,9 @@ def inspect_run(
         as_json: print JSON instead of a tree.
     """
     model, state = load_run(run, which)
-    found = describe(model, torch.zeros(1, state["channels"], state["size"], state["size"]))
     recipe = state["recipe"]
+    task = task_of(Recipe.from_dict(recipe))
+    found = describe(model, task.example(channels=state["channels"], size=state["size"], device="cpu"))
     title = f"{recipe['name']}, method {recipe['method']}, seed {recipe['seed']}: {recipe['model']}"
     place = f"after epoch {state['epoch']} of {recipe['epochs']}"
     if as_json:
@@ -43,10 +45,11 @@ def inspect_run(
     _print_tree(f"{title}, {place}", found)
 
 
-def describe(model: nn.Module, image: torch.Tensor) -> dict[str, Any]:
+def describe(model: nn.Module, image: Any) -> dict[str, Any]:
     """A model's convolutions, branches and costs as JSON-able data; multiply-adds are per image.
 
     Example:
+        >>> import torch
         >>> found = describe(nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)), torch.zeros(1, 3, 6, 6))
         >>> found["layers"][0]["name"], found["macs"], found["parameters"]
         ('0', 3456, 216)

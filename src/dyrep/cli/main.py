@@ -28,6 +28,7 @@ EXTRAS = {
     "train": ("tyro", "rich", "torchvision", "timm", "sklearn", "PIL"),
     "report": ("matplotlib",),
     "export": ("onnx", "onnxruntime", "onnxscript"),
+    "downstream": ("torchmetrics", "faster_coco_eval", "pycocotools", "segmentation_models_pytorch"),
 }
 """Packages that are not needed by all, by the name under which they are installed."""
 

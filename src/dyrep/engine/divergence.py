@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from dyrep.errors import DyRepError
 from dyrep.execution import eagerly
+from dyrep.surgery.preserve import run_batch
 
 
 class DivergedError(DyRepError, ArithmeticError):
@@ -22,7 +24,7 @@ def all_finite(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def find_origin(model: nn.Module, images: Tensor) -> str:
+def find_origin(model: nn.Module, images: Any) -> str:
     """Say in words which layer first made something that is not finite.
 
     If weights are not finite already, a gradient was not: it spreads from one layer to all before it, so the last
@@ -30,7 +32,7 @@ def find_origin(model: nn.Module, images: Tensor) -> str:
 
     Args:
         model: the bare model, in the mode it trains in.
-        images: the batch whose loss was not finite.
+        images: the batch whose loss was not finite; of a detector, with its targets.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -38,7 +40,7 @@ def find_origin(model: nn.Module, images: Tensor) -> str:
         >>> find_origin(model, torch.ones(1, 1))
         "the gradient of layer '1' (Linear), whose weight is not finite any more"
     """
-    if not torch.isfinite(images).all():
+    if not _finite(images):
         return "the images: they hold values that are not finite"
     broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
     if broken:
@@ -59,7 +61,7 @@ def find_origin(model: nn.Module, images: Tensor) -> str:
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
         with eagerly():  # fused blocks run no branch by itself
-            model(images)
+            run_batch(model, images)
     finally:
         for handle in handles:
             handle.remove()
@@ -71,4 +73,6 @@ def _finite(value: Any) -> bool:
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, (tuple, list)):
         return all(_finite(item) for item in value)
+    if isinstance(value, Mapping):
+        return all(_finite(item) for item in value.values())
     return True

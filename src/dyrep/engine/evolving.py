@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dyrep.controller import DyRep
 from dyrep.engine.recipe import Recipe
+from dyrep.engine.tasks import task_of
 from dyrep.errors import ConfigError
 from dyrep.events import EventLog
 from dyrep.methods import RepNAS, convert_, method
@@ -18,22 +19,23 @@ from dyrep.surgery.edits import Edit
 Controller: TypeAlias = DyRep | RepNAS
 
 
-def convert_model_(model: nn.Module, recipe: Recipe, image: Tensor) -> list[Edit]:
+def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:
     """Turn a plain network into that of the recipe's method, as far as that is done before training.
 
     Args:
         model: the network, on the CPU.
         recipe: what is trained.
-        image: one image of the right shape, to run the network on.
+        image: a batch of one image of the right shape, to run the network on.
     """
     chosen = method(recipe.method)
     if chosen.name == "dyrep":
         return []
-    preserve = recipe.weights is not None and chosen.builds_blocks
+    given = next((name for name in ("weights", "backbone") if getattr(recipe, name) is not None), None)
+    preserve = given is not None and chosen.builds_blocks
     if preserve and chosen.scaling != "norm":
         raise ConfigError(
-            f"method={recipe.method} cannot start from weights={recipe.weights}: it would change what the network "
-            "computes at once; leave --weights out, or choose another method"
+            f"method={recipe.method} cannot start from {given}={getattr(recipe, str(given))}: it would change what the "
+            f"network computes at once; leave --{given} out, or choose another method"
         )
     return convert_(
         model,
@@ -65,8 +67,9 @@ def make_controller(
     if chosen.name != "dyrep":
         return None
 
+    task = task_of(recipe)
+
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        logits = model(batch[0]).float()
-        return F.cross_entropy(logits, batch[1], label_smoothing=recipe.label_smoothing)
+        return task.learn(model, batch, nullcontext()).loss
 
     return DyRep(model, optimizer, recipe.evolution(), loss=loss, ema=averages, log=log)

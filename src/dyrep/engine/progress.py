@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dyrep.errors import ConfigError
-from dyrep.wording import duration
+from dyrep.wording import METRICS, duration, metric_of
 
 LINE_SECONDS = 10.0
 """Without a terminal an epoch is reported if the last report is at least this old, so that logs stay readable."""
@@ -25,7 +25,7 @@ class Status:
         step: steps of this epoch completed.
         steps: steps per epoch.
         loss: mean training loss of this epoch so far.
-        accuracy: training accuracy of this epoch so far, in percent.
+        accuracy: training accuracy of this epoch so far, in percent; None where there is no such thing.
         images_per_second: how fast it goes.
         structure: the network's structure in a few words.
         seconds_left: expected time to the end.
@@ -36,7 +36,7 @@ class Status:
     step: int
     steps: int
     loss: float
-    accuracy: float
+    accuracy: float | None
     images_per_second: float
     structure: str
     seconds_left: float
@@ -115,7 +115,8 @@ class BarReporter(LineReporter):
 
     def status(self, status: Status) -> None:
         """Redraw the bars."""
-        now = f"loss {status.loss:.4f}  accuracy {status.accuracy:.2f} %  {status.images_per_second:,.0f} images/s"
+        accuracy = "" if status.accuracy is None else f"accuracy {status.accuracy:.2f} %  "
+        now = f"loss {status.loss:.4f}  {accuracy}{status.images_per_second:,.0f} images/s"
         about = f"{status.structure}  {duration(status.seconds_left)} left"
         self._progress.update(self._epochs, completed=status.epoch, total=status.epochs, about=about)
         self._progress.update(self._steps, completed=status.step, total=status.steps, about=now)
@@ -171,7 +172,11 @@ def make_reporter(bars: bool | None, is_main: bool) -> Reporter:
 def describe(row: dict[str, Any], status: Status) -> str:
     """An epoch in one line."""
     parts = [f"epoch {row['epoch']:{len(str(status.epochs))}d}/{status.epochs}"]
-    parts.append(f"loss {row['train_loss']:.4f}, accuracy {row['train_accuracy']:.2f} %")
-    parts += [f"{split} {row[f'{split}_accuracy']:.2f} %" for split in ("val", "test") if f"{split}_accuracy" in row]
+    accuracy = f", accuracy {row['train_accuracy']:.2f} %" if "train_accuracy" in row else ""
+    parts.append(f"loss {row['train_loss']:.4f}{accuracy}")
+    metric = metric_of(row)
+    called = "" if metric == "accuracy" else f"{METRICS[metric]} "
+    held = [split for split in ("val", "test") if f"{split}_{metric}" in row]
+    parts += [f"{split} {called}{row[f'{split}_{metric}']:.2f} %" for split in held]
     parts += [status.structure, f"{status.images_per_second:,.0f} images/s", f"{duration(status.seconds_left)} left"]
     return "  ".join(parts)

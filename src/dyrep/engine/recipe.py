@@ -12,13 +12,25 @@ from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY
 from dyrep.methods import RepNASConfig, dyrep_settings, method
 
-Dataset = Literal["digits", "cifar10", "cifar100", "folder"]
+Dataset = Literal["digits", "cifar10", "cifar100", "folder", "voc", "coco", "masks"]
 Crop = Literal["none", "pad", "resized"]
 Schedule = Literal["cosine", "constant"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Replace = Literal["conv", "conv+norm"]
+Norms = Literal["batch", "eval", "frozen"]
 ExecutionName = Literal["auto", "eager", "fused", "folded"]
 SigmaGradient = Literal["none", "weights", "full"]
+TASKS = {"voc": "detection", "coco": "detection", "masks": "segmentation"}
+"""What is learnt from the data sets that are not about classifying whole images."""
+_UNUSED = {
+    "classification": ("backbone", "norms", "frozen_stages", "boxes_per_image", "scale", "class_names", "ignore_label"),
+    "detection": (
+        *("label_smoothing", "crop", "cutout", "color_jitter", "auto_augment"),
+        *("scale", "class_names", "ignore_label"),
+    ),
+    "segmentation": ("cutout", "color_jitter", "auto_augment", "boxes_per_image"),
+}
+"""Settings that would be without effect, which is said rather than passed over."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +43,9 @@ class Recipe:
             (blocks from the start), repnas (a search), fixed (the blocks of --structure), dyrep (grows and sheds them).
             Variants: dyrep4 grows DBB's operations alone, dyrep-nodep never cuts, dyrep-40 stops after epoch 40.
         model: a network of dyrep.models, "timm:NAME", "torchvision:NAME", or "package.module:function" of your own.
-        dataset: which data; "folder" is train/CLASS/*.jpg and val/CLASS/*.jpg.
-        image_size: side of the images (default: as the data set has them).
+        dataset: which data; "folder" is train/CLASS/*.jpg and val/CLASS/*.jpg. Detectors learn from "voc" (Annotations
+            and ImageSets) and "coco" (json), segmentation networks from "masks" (images and maps of class numbers).
+        image_size: side of the images (default: as the data set has them); of a detector the shorter side.
         val_split: examples held out of the training set, to choose by: a share below 1, or a number. The test set is
             then looked at once, after training.
         epochs: passes over the training set.
@@ -46,7 +59,8 @@ class Recipe:
         weight_decay: of SGD.
         decay_norms: whether norms and biases are decayed too.
         label_smoothing: share of the label spread over all classes.
-        crop: how training images are cropped: not, after padding, or at random size and shape.
+        crop: how training images are cropped: not, after padding, or at random size and shape. For segmentation
+            "resized" cuts squares of image_size out of images that were resized by a random factor of scale.
         crop_padding: pixels on each side for crop=pad.
         flip: mirror training images at random.
         cutout: side of a square that is blanked at random, 0 for none.
@@ -59,6 +73,16 @@ class Recipe:
         sync_norms: batch norms over all GPUs together.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         weights: file with initial weights of the plain network, loaded strictly.
+        backbone: finished run, or file, whose deployed classifier becomes the backbone of a detector or a segmentation
+            network; loaded strictly, less its last layer (default: random weights).
+        norms: what batch norms of that backbone do in training: normalise by the batch, by running statistics that do
+            not change any more (eval), or nothing changes in them at all (frozen).
+        frozen_stages: parts of that backbone that are not trained: 1 is the stem, 2 the first stage too, ... up to 5.
+        boxes_per_image: how many boxes of every image a detector of dyrep.models learns from in a step.
+        scale: smallest and largest factor by which images are resized at random before crop=resized.
+        class_names: of the numbers in maps for segmentation (default: classes.txt in the data's folder, or just
+            numbers).
+        ignore_label: number in maps for segmentation that is neither learnt nor counted.
         seed: of everything random.
         replace: whether blocks made before training take the place of the convolution, or of the batch norm after it
             too (default: as their authors published them).
@@ -103,6 +127,13 @@ class Recipe:
     sync_norms: bool = False
     eval_every: int = 1
     weights: str | None = None
+    backbone: str | None = None
+    norms: Norms = "batch"
+    frozen_stages: int = 0
+    boxes_per_image: int = 512
+    scale: tuple[float, float] = (1.0, 1.0)
+    class_names: tuple[str, ...] = ()
+    ignore_label: int = 255
     seed: int = 0
     replace: Replace | None = None
     copies: int = 4
@@ -124,11 +155,12 @@ class Recipe:
             ("precision", Precision),
             ("execution", ExecutionName),
             ("sigma_gradient", SigmaGradient),
+            ("norms", Norms),
         ):
             valid = get_args(literal)
             _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
         _require("replace", self.replace, "conv or conv+norm", self.replace in (None, *get_args(Replace)))
-        for name in ("epochs", "batch_size", "eval_every", "copies", "sigma_images", "sigma_every"):
+        for name in ("epochs", "batch_size", "eval_every", "copies", "sigma_images", "sigma_every", "boxes_per_image"):
             _require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
         for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
             _require(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
@@ -139,6 +171,7 @@ class Recipe:
         _require("ema", self.ema, "above 0 and below 1", self.ema is None or 0 < self.ema < 1)
         _require("image_size", self.image_size, "at least 1", self.image_size is None or self.image_size >= 1)
         _require("warmup_epochs", self.warmup_epochs, f"below epochs={self.epochs}", self.warmup_epochs < self.epochs)
+        self._check_task()
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum above 0")
         if (chosen.name == "fixed") != (self.structure is not None):
@@ -147,6 +180,30 @@ class Recipe:
             self.evolution()
         elif chosen.name == "repnas":
             self.search()
+
+    def _check_task(self) -> None:
+        for unused in _UNUSED[self.task]:
+            value, usual = getattr(self, unused), next(f.default for f in fields(self) if f.name == unused)
+            if value != usual:
+                raise ConfigError(
+                    f"{unused}={value!r} has no use in {self.task} (dataset={self.dataset}): leave it out"
+                )
+        _require("frozen_stages", self.frozen_stages, "from 0 to 5", 0 <= self.frozen_stages <= 5)
+        _require("ignore_label", self.ignore_label, "from 0 to 255", 0 <= self.ignore_label <= 255)
+        least, most = self.scale
+        _require("scale", self.scale, "two factors above 0, the smaller one first", 0 < least <= most)
+        if self.task == "segmentation":
+            _require("crop", self.crop, "none or resized for segmentation", self.crop != "pad")
+            if self.crop == "resized":
+                _require("image_size", self.image_size, "given with crop=resized", self.image_size is not None)
+        if self.task == "detection" and method(self.method).name == "dyrep":
+            second = self.dyrep.score in ("grasp", "vote")
+            _require("score", self.dyrep.score, "another one: detectors cannot be differentiated twice", not second)
+
+    @property
+    def task(self) -> str:
+        """What is learnt: classification, detection or segmentation; it follows from the data set."""
+        return TASKS.get(self.dataset, "classification")
 
     def evolution(self) -> DyRepConfig:
         """The settings of DyRep for a run of this method, length and seed."""
@@ -160,6 +217,7 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """The recipe as JSON-able data."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {**values, "dyrep": self.dyrep.to_dict(), "repnas": self.repnas.to_dict()}
 
     @classmethod
@@ -175,7 +233,8 @@ class Recipe:
             "dyrep": DyRepConfig.from_dict(data.get("dyrep", {})),
             "repnas": RepNASConfig.from_dict(data.get("repnas", {})),
         }
-        return cls(**{**data, **settings})
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**{**values, **settings})
 
     def differences(self, other: Recipe) -> list[str]:
         """What differs in another recipe, in words."""

@@ -1,4 +1,4 @@
-"""Every training setting of the paper, and a small one to try things with.
+"""Every training setting of the paper, its downstream tasks on smaller data, and a small one to try things with.
 
 What the paper leaves open: colour jitter is 0.4 for brightness, contrast and saturation; the learning rate has no
 warm-up and falls with every step; weight decay acts on all parameters.
@@ -58,6 +58,46 @@ TINY_IMAGENET = replace(
     IMAGENET, name="tiny-imagenet-resnet18", image_size=64, crop="pad", crop_padding=8, color_jitter=0.0
 )
 
+# Detection and segmentation as in the paper, FPN and PSPNet, on data that is small enough for a short run. The paper
+# says nothing about their schedules, nor which parts may grow: here it is what a pretrained backbone gives to a task.
+# Its score is noise where a norm follows every convolution and training is in bfloat16, so another one chooses.
+BCCD = Recipe(
+    name="bccd-fasterrcnn",
+    model="fasterrcnn_resnet18_fpn",
+    dataset="voc",
+    image_size=320,
+    epochs=24,
+    batch_size=8,
+    lr=0.02,
+    warmup_epochs=1,
+    weight_decay=1e-4,
+    flip=True,
+    eval_every=4,
+    boxes_per_image=128,
+    dyrep=DyRepConfig(interval=3, score="invariant", include=("backbone.body.*",)),
+)
+
+CAMVID = Recipe(
+    name="camvid-pspnet",
+    model="pspnet_resnet18",
+    dataset="masks",
+    image_size=160,
+    epochs=80,
+    batch_size=16,
+    lr=0.05,
+    weight_decay=1e-4,
+    crop="resized",
+    scale=(0.75, 1.5),
+    flip=True,
+    eval_every=10,
+    class_names=(
+        *("sky", "building", "pole", "road", "pavement", "tree"),
+        *("sign", "fence", "car", "pedestrian", "bicyclist"),
+    ),
+    ignore_label=11,
+    dyrep=DyRepConfig(interval=8, score="invariant", include=("encoder.*",)),
+)
+
 _ALL = (
     DIGITS,
     CIFAR,
@@ -72,6 +112,8 @@ _ALL = (
     replace(REPVGG, name="imagenet-repvgg-b2g4", model="repvgg_b2g4"),
     replace(REPVGG, name="imagenet-repvgg-b3", model="repvgg_b3"),
     replace(REPVGG, name="imagenet-repvgg-b3-300", model="repvgg_b3", epochs=300, dyrep=DyRepConfig.paper(interval=10)),
+    BCCD,
+    CAMVID,
 )
 RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _ALL}
 

@@ -6,7 +6,8 @@
 ``events.jsonl``    every structure update, see `dyrep.read_events`
 ``metrics.jsonl``   one line per epoch
 ``last.ckpt``       to go on from; ``previous.ckpt`` is the one before, ``best.ckpt`` the best model
-``summary.json``    written at the end
+``summary.json``    written at the end, as are the weights in ``plain.safetensors`` and, of detectors and segmentation
+                    networks, ``predictions.png``
 ==================  ===========================================================================
 """
 
@@ -31,8 +32,10 @@ from dyrep.events import append_line, write_lines
 from dyrep.files import PARTIAL, replacing
 
 FORMAT = 1
+PLAIN = "plain.safetensors"
 _LOCK_SECONDS = 8
-VERSIONED = ("torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn")
+DOWNSTREAM = ("torchmetrics", "faster-coco-eval", "pycocotools", "segmentation-models-pytorch")
+VERSIONED = ("torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn", *DOWNSTREAM)
 
 
 class RunDirectory:

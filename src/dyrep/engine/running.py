@@ -13,9 +13,10 @@ from torch import nn
 from dyrep.checkpoint import save
 from dyrep.engine.progress import Reporter, make_reporter
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.rundir import RunDirectory, hardware
+from dyrep.engine.rundir import PLAIN, RunDirectory, hardware
 from dyrep.engine.setup import make_model
 from dyrep.engine.signals import StopRequest, stop_request
+from dyrep.engine.tasks import task_of
 from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World, joined_world
 from dyrep.errors import CheckpointError, ConfigError
@@ -23,10 +24,13 @@ from dyrep.events import read_events
 from dyrep.surgery.costs import costs
 from dyrep.surgery.folding import deploy, verify
 from dyrep.surgery.structure import importances, restructure_, structure
-from dyrep.wording import duration
+from dyrep.wording import METRICS, duration
 
-PLAIN = "plain.safetensors"
 SUMMARY = "summary.json"
+PREDICTIONS = "predictions.png"
+COMPARED = 64
+"""On how many test images, at most, the folded network is compared with the evolved one."""
+__all__ = ["PLAIN", "PREDICTIONS", "SUMMARY", "Stopped", "load_run", "structure_of_run", "train"]
 
 
 class Stopped(BaseException):
@@ -94,6 +98,8 @@ def _carry_out(trainer: Trainer, reporter: Reporter, stop: StopRequest) -> dict[
             settings=_plain(trainer.settings),
         )
     reporter.message(_introduction(trainer))
+    for note in trainer.data.notes:
+        reporter.message(note)
     kept = [edit.detail["norm kept"] for edit in trainer.converted if "norm kept" in edit.detail]
     if kept:
         blocks = f"{len(kept)} of {len(trainer.converted)} blocks"
@@ -140,20 +146,19 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
     trainer.evaluated.eval()
     plain = deploy(trainer.evaluated)
     folded = trainer.score("test", plain)
-    images = _test_images(trainer)
-    report = verify(trainer.evaluated, plain, images)
-    rows, best = run.rows, trainer.best
+    report = verify(trainer.evaluated, plain, _test_inputs(trainer))
+    rows, best, metric = run.rows, trainer.best, trainer.task.metric
     summary: dict[str, Any] = {
         "recipe": recipe.to_dict(),
-        "test_accuracy": evolved["accuracy"],
-        "test_accuracy_folded": folded["accuracy"],
-        "test_loss": evolved["loss"],
-        "best": None if best is None else {key: best[key] for key in ("epoch", "split", "accuracy")},
+        f"test_{metric}": evolved[metric],
+        f"test_{metric}_folded": folded[metric],
+        **{f"test_{key}": value for key, value in evolved.items() if key != metric},
+        "best": None if best is None else {key: best[key] for key in ("epoch", "split", metric)},
         "fold_error": report.error,
         "fold_passed": report.passed,
         "fold_report": str(report),
         "parameters_plain": sum(p.numel() for p in plain.parameters()),
-        "macs_plain": costs(plain, images[:1]).macs,
+        "macs_plain": costs(plain, trainer.example).macs,
         "hardware": hardware(),
         "processes": world.size,
         "structure": structure(trainer.evaluated),
@@ -164,26 +169,26 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         last = rows[-1]
         summary["mean_macs"] = sum(row["macs"] for row in rows) / len(rows)
         summary["mean_parameters"] = sum(row["parameters"] for row in rows) / len(rows)
-        summary |= {key: last[key] for key in ("train_loss", "train_accuracy", "val_accuracy") if key in last}
+        summary |= {key: last[key] for key in ("train_loss", "train_accuracy", f"val_{metric}") if key in last}
     if world.is_main:
         save(plain, run.path / PLAIN)
+        trainer.task.draw(plain, trainer.data, run.path / PREDICTIONS)
         run.write_json(SUMMARY, summary)
     world.barrier()
     _report(summary, run.path, reporter, trainer.recipe, str(report))
     return summary
 
 
-def _test_images(trainer: Trainer) -> torch.Tensor:
+def _test_inputs(trainer: Trainer) -> Any:
     loader = trainer.data.test
-    images, _ = loader.prepare(next(iter(loader.batches(0))))
-    return images[:64]
+    return trainer.task.inputs(loader.prepare(next(iter(loader.batches(0)))), COMPARED)
 
 
 def _report(summary: dict[str, Any], folder: Path, reporter: Reporter, recipe: Recipe, verdict: str) -> None:
-    reporter.message(
-        f"test accuracy {summary['test_accuracy']:.2f} %, folded {summary['test_accuracy_folded']:.2f} %, in "
-        f"{duration(summary['seconds'])}"
-    )
+    metric = task_of(recipe).metric
+    evolved, folded = (summary[f"test_{metric}{form}"] for form in ("", "_folded"))
+    time = duration(summary["seconds"])
+    reporter.message(f"test {METRICS[metric]} {evolved:.2f} %, folded {folded:.2f} %, in {time}")
     if recipe.method != "origin":
         reporter.message(f"same function: {verdict}")
     reporter.message(f"results in {folder}: {PLAIN} loads strictly into the plain {recipe.model}")
@@ -205,8 +210,8 @@ def load_run(path: Path, which: str = "last") -> tuple[nn.Module, dict[str, Any]
         The model, and the state it was made from (recipe, structure, epoch, shape of the data).
     """
     state = RunDirectory(path).model_state(which)
-    recipe = dataclasses.replace(Recipe.from_dict(state["recipe"]), weights=None)
-    model = make_model(recipe, classes=len(state["classes"]), channels=state["channels"])
+    recipe = dataclasses.replace(Recipe.from_dict(state["recipe"]), weights=None, backbone=None)
+    model = make_model(recipe, classes=len(state["classes"]), channels=state["channels"], size=state["size"])
     restructure_(model, state["structure"], generator=torch.Generator())
     model.load_state_dict(state["model"])
     return model.eval(), state

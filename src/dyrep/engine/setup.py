@@ -2,65 +2,89 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
-from dyrep import models
-from dyrep.engine.data import Augmentation, Data, open_data
+from dyrep.engine.data import Data
 from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.resources import uses_channels_last
+from dyrep.engine.rundir import PLAIN, RunDirectory
+from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError
+from dyrep.models.backbones import load_backbone_
+
+__all__ = [
+    "backbone_weights",
+    "load_plain_weights_",
+    "make_data",
+    "make_model",
+    "make_optimizer",
+    "suit_device_",
+    "uses_channels_last",
+    "uses_graph",
+]
 
 
 def make_data(recipe: Recipe, settings: RunSettings, world: World) -> Data:
     """The loaders of a run."""
-    return open_data(
-        recipe.dataset,
-        settings.data,
-        size=recipe.image_size,
-        batch_size=recipe.batch_size,
-        augmentation=Augmentation(
-            crop=recipe.crop,
-            padding=recipe.crop_padding,
-            flip=recipe.flip,
-            cutout=recipe.cutout,
-            color_jitter=recipe.color_jitter,
-            auto_augment=recipe.auto_augment,
-        ),
-        val_split=recipe.val_split,
-        seed=recipe.seed,
-        device=world.device,
-        channels_last=uses_channels_last(settings, world.device),
-        resident=recipe.resident,
-        workers=min(os.cpu_count() or 1, 8) if settings.workers is None else settings.workers,
-        rank=world.rank,
-        world=world.size,
-    )
+    return task_of(recipe).open_data(settings, world)
 
 
-def make_model(recipe: Recipe, *, classes: int, channels: int) -> nn.Module:
-    """The plain network of a recipe, with its initial weights."""
-    model = models.build(recipe.model, num_classes=classes, in_channels=channels)
+def make_model(recipe: Recipe, *, classes: int, channels: int, size: int | None = None) -> nn.Module:
+    """The plain network of a recipe, with its initial weights; detectors are built for a size of images."""
+    model = task_of(recipe).build(classes=classes, channels=channels, size=size or recipe.image_size)
     if recipe.weights is not None:
         load_plain_weights_(model, Path(recipe.weights))
+    elif recipe.backbone is not None:
+        load_backbone_(model, *backbone_weights(Path(recipe.backbone)))
     return model
+
+
+def backbone_weights(path: Path) -> tuple[dict[str, Tensor], str]:
+    """The deployed weights of a finished run, or those in a file, and what they are called in messages.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    run = RunDirectory(path)
+    if not run.exists:
+        return _read_weights(path), str(path)
+    if not (path / PLAIN).is_file():
+        raise CheckpointError(
+            f"the run in {path} has no {PLAIN} to take a backbone from, so it has not ended: continue it, or write the "
+            f"weights it has so far with dyrep deploy {path} -o FILE and give that file"
+        )
+    return _read_weights(path / PLAIN), f"the run in {path} ({run.recipe().model})"
 
 
 def load_plain_weights_(model: nn.Module, path: Path) -> None:
     """Load a state dict strictly from a safetensors file, or from one of `torch.save` without unpickling code."""
     try:
-        state: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        model.load_state_dict(state)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"there is no file {path} to take initial weights from") from error
+        model.load_state_dict(_read_weights(path))
+    except CheckpointError:
+        raise
     except Exception as error:
         lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
         raise CheckpointError(f"the weights in {path} do not fit the model: {lines}") from error
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    """A state dict from a safetensors file, or from one of `torch.save` without unpickling code."""
+    try:
+        state: Any = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise CheckpointError(f"there is no file {path} to take initial weights from") from error
+    except Exception as error:
+        lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
+        raise CheckpointError(f"the weights in {path} cannot be read: {lines}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__} instead of a state dict")
+    return state
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
@@ -90,13 +114,10 @@ def suit_device_(optimizer: torch.optim.SGD, device: torch.device) -> None:
         group["lr"] = torch.tensor(float(group["lr"]), device=device) if on_gpu else float(group["lr"])
 
 
-def uses_channels_last(settings: RunSettings, device: torch.device) -> bool:
-    """Whether images and weights are laid out with channels innermost."""
-    return device.type == "cuda" if settings.channels_last is None else settings.channels_last
-
-
-def uses_graph(settings: RunSettings, world: World) -> tuple[bool, str]:
+def uses_graph(settings: RunSettings, world: World, *, same_shapes: bool = True) -> tuple[bool, str]:
     """Whether steps are captured in a CUDA graph, and if that was asked for and cannot be, why."""
+    if not same_shapes:
+        return False, "--graph needs steps that are all alike, and a detector's are not" if settings.graph else ""
     if world.device.type != "cuda":
         return False, "--graph needs a GPU; steps run eagerly" if settings.graph else ""
     if world.size > 1:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dyrep.engine.averages import WeightAverage
 from dyrep.engine.data.loader import Loader, Raw
 from dyrep.engine.precision import computing_in
+from dyrep.engine.tasks.classification import learn_labels
+from dyrep.engine.tasks.task import Learn
 from dyrep.execution import Clock
 from dyrep.scoring import StepScorer
 
@@ -28,7 +30,7 @@ class Totals:
 
     Attributes:
         loss: sum of the losses of all examples.
-        correct: examples classified rightly.
+        correct: examples that were right, see `Learnt`.
         examples: examples seen.
         steps: steps taken before a loss was not finite; all of them, as a rule.
         diverged: whether a loss was not finite. No step has changed the weights since.
@@ -55,14 +57,15 @@ class TrainStep:
     Args:
         model: the model to train, as it is to be called (it may be a DistributedDataParallel wrapper).
         optimizer: its optimizer. On a GPU it has to be fused, with a tensor as learning rate.
-        loader: turns raw batches into images and labels.
+        loader: turns raw batches into what is learnt from.
         precision: dtype of convolutions and products.
-        label_smoothing: of the loss.
+        label_smoothing: of the loss, if labels of images are learnt.
         average: moving average of the weights, if there is one.
         scaler: of the loss, for float16.
         graph: replay a captured CUDA graph.
         message: told in words when a graph cannot be captured.
         clock: says in which steps folded blocks measure σ (default: in all); every step moves it on.
+        learn: the loss of a batch, and what was right (default: labels of images are learnt).
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class TrainStep:
         graph: bool,
         message: Callable[[str], None],
         clock: Clock | None = None,
+        learn: Learn | None = None,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._precision, self._label_smoothing = precision, label_smoothing
+        self._precision = precision
+        self._learn: Learn = learn or partial(learn_labels, label_smoothing=label_smoothing)
         self._average, self._scaler, self._message = average, scaler, message
         self.clock = Clock(managed=True) if clock is None else clock
         self.scorer: StepScorer | None = None
@@ -131,12 +136,10 @@ class TrainStep:
         self._totals.copy_(state["totals"])
 
     def _run(self, raw: Raw) -> None:
-        images, labels = self._loader.prepare(raw)
+        batch = self._loader.prepare(raw)
         self._optimizer.zero_grad(set_to_none=True)
-        with computing_in(self._precision, self._device):
-            logits = self._model(images)
-        logits = logits.float()
-        loss = F.cross_entropy(logits, labels, label_smoothing=self._label_smoothing)
+        loss, hits = self._learn(self._model, batch, computing_in(self._precision, self._device))
+        examples = len(batch[1])
         self._diverged.copy_(torch.maximum(self._diverged, (~torch.isfinite(loss)).float()))
         if isinstance(self._model, DistributedDataParallel):  # all ranks stop at the same step, or some wait for ever
             dist.all_reduce(self._diverged, op=dist.ReduceOp.MAX)
@@ -148,9 +151,9 @@ class TrainStep:
         if self._average is not None:
             self._average.update()
         with torch.no_grad():
-            self._totals[0] += loss.detach() * len(labels)
-            self._totals[1] += (logits.argmax(1) == labels).sum()
-            self._totals[2] += len(labels)
+            self._totals[0] += loss.detach() * examples
+            self._totals[1] += hits
+            self._totals[2] += examples
             self._totals[3] += 1 - self._diverged
 
     def _run_aside(self, raw: Raw) -> None:

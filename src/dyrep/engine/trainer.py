@@ -13,24 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from dyrep.controller import DyRep
 from dyrep.engine.averages import WeightAverage
 from dyrep.engine.divergence import DivergedError, all_finite, find_origin
-from dyrep.engine.evaluate import evaluate
 from dyrep.engine.evolving import convert_model_, make_controller
 from dyrep.engine.precision import computing_in, make_precision
 from dyrep.engine.progress import Curves, Reporter, Status
 from dyrep.engine.randomness import random_state, restore_random_state, seed_everything
 from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.resources import uses_channels_last
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.schedule import learning_rate, set_learning_rate_
-from dyrep.engine.setup import (
-    make_data,
-    make_model,
-    make_optimizer,
-    suit_device_,
-    uses_channels_last,
-    uses_graph,
-)
+from dyrep.engine.setup import make_data, make_model, make_optimizer, suit_device_, uses_graph
 from dyrep.engine.signals import StopRequest
 from dyrep.engine.step import Totals, TrainStep
+from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
@@ -60,6 +54,7 @@ class Trainer:
 
     Attributes:
         model: the bare model.
+        task: what is learnt.
         data: the loaders.
         converted: what was made of the model before training.
         controller: changes the model's structure; None for methods that never do.
@@ -86,13 +81,15 @@ class Trainer:
         self._saved_best = -1
         self._reporter, self._stop = reporter, stop
         self._precision = make_precision(recipe, world.device)
+        self.task = task_of(recipe)
         if world.device.type == "cuda":
-            torch.backends.cudnn.benchmark = True  # shapes do not change
+            torch.backends.cudnn.benchmark = self.task.same_shapes
         self.data = make_data(recipe, settings, world)
         seed_everything(recipe.seed, "weights")
-        self.model = make_model(recipe, classes=len(self.data.classes), channels=self.data.channels)
-        image = torch.zeros(1, self.data.channels, self.data.size, self.data.size)
-        self.converted = convert_model_(self.model, recipe, image)
+        shape = {"channels": self.data.channels, "size": self.data.size}
+        self.model = make_model(recipe, classes=len(self.data.classes), **shape)
+        self.task.train_(self.model)  # frozen norms are in eval mode from the start
+        self.converted = convert_model_(self.model, recipe, self.task.example(**shape, device="cpu"))
         if recipe.sync_norms:
             if world.device.type != "cuda":
                 raise ConfigError("--sync-norms needs GPUs: torch synchronises batch norms there alone")
@@ -111,7 +108,7 @@ class Trainer:
         if self.converted:
             edits = [edit.as_dict() for edit in self.converted]
             self._log.write("converted", method=recipe.method, epochs=recipe.epochs, edits=edits)
-        graph, reason = uses_graph(settings, world)
+        graph, reason = uses_graph(settings, world, same_shapes=self.task.same_shapes)
         if reason:
             reporter.message(reason)
         self._train_on = TrainStep(
@@ -125,6 +122,7 @@ class Trainer:
             graph=graph,
             message=reporter.message,
             clock=Clock(recipe.sigma_every, managed=True),
+            learn=self.task.learn,
         )
         self._train_on.scorer = None if self.controller is None else self.controller.scorer
         self._set_execution()
@@ -163,7 +161,7 @@ class Trainer:
     def _train_epoch(self) -> bool:
         """Train to the end of the epoch; False if somebody wants to stop before."""
         loader = self.data.train
-        self.model.train()
+        self.task.train_(self.model)
         self._began_epoch, self._examples_at_start = time.perf_counter(), self._train_on.read().examples
         self._train_on.clock.step = self.step  # the same whether the run was interrupted or not
         for raw in loader.batches(self.epoch, self.step):
@@ -191,7 +189,7 @@ class Trainer:
         row = {
             "epoch": self.epoch + 1,
             "train_loss": loss / examples,
-            "train_accuracy": 100 * correct / examples,
+            **({"train_accuracy": 100 * correct / examples} if self.task.counts_hits else {}),
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             **self._evaluate(),
             **self.size,
@@ -212,7 +210,7 @@ class Trainer:
             self.run.add_row(row)
             if self._curves is not None:
                 self._curves.add(row)
-        self._reporter.epoch(row, self._status(row["train_loss"], row["train_accuracy"], rate))
+        self._reporter.epoch(row, self._status(row["train_loss"], row.get("train_accuracy"), rate))
         self._announce(edits)
 
     def _evaluate(self) -> dict[str, float]:
@@ -222,21 +220,27 @@ class Trainer:
             return {}
         split = "test" if self.data.val is None else "val"
         found = self.score(split)
-        if self.best is None or found["accuracy"] > self.best["accuracy"]:
+        metric = self.task.metric
+        if self.best is None or found[metric] > self.best[metric]:
             weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
-            place = {"epoch": epoch, "split": split, "accuracy": found["accuracy"]}
+            place = {"epoch": epoch, "split": split, metric: found[metric]}
             self.best = {**self._description(), **place, "model": weights}
-        return {f"{split}_loss": found["loss"], f"{split}_accuracy": found["accuracy"]}
+        return {f"{split}_{key}": value for key, value in found.items()}
 
     def score(self, split: str, model: nn.Module | None = None) -> dict[str, float]:
-        """Loss and accuracy on a split, ``"val"`` or ``"test"``, of the model that counts or of another one."""
+        """Metrics on a split, ``"val"`` or ``"test"``, of the model that counts or of another one."""
         chosen = self.evaluated if model is None else model
         if self.world.size > 1:  # each rank has its own running statistics; rank 0's are those that are saved
             for buffer in chosen.buffers():
                 dist.broadcast(buffer, 0)
         loader = self.data.test if split == "test" else self.data.val
         assert loader is not None
-        return evaluate(chosen, loader, self.world, self._precision)
+        return self.task.evaluate(chosen, loader, self.world, self._precision, self.data.classes)
+
+    @property
+    def example(self) -> Any:
+        """A batch of one empty image, to count what the model costs."""
+        return self.task.example(channels=self.data.channels, size=self.data.size, device=self.world.device)
 
     @property
     def evaluated(self) -> nn.Module:
@@ -274,8 +278,7 @@ class Trainer:
     @torch.no_grad()
     def _measure(self) -> None:
         """Count what the structure costs, and describe it."""
-        image = torch.zeros(1, self.data.channels, self.data.size, self.data.size, device=self.world.device)
-        counted = costs(self.model, image)
+        counted = costs(self.model, self.example)
         blocks = structure(self.model)["blocks"]
         branches = sum(len(block["branches"]) for block in blocks.values())
         self.size = {"parameters": counted.parameters, "macs": counted.macs, "branches": branches}
@@ -291,10 +294,11 @@ class Trainer:
         totals = self._healthy_totals()
         count = max(totals.examples, 1)
         rate = (totals.examples - self._examples_at_start) * self.world.size / (now - self._began_epoch)
-        self._reporter.status(self._status(totals.loss / count, 100 * totals.correct / count, rate))
+        accuracy = 100 * totals.correct / count if self.task.counts_hits else None
+        self._reporter.status(self._status(totals.loss / count, accuracy, rate))
         self._last_looked = time.perf_counter()
 
-    def _status(self, loss: float, accuracy: float, rate: float) -> Status:
+    def _status(self, loss: float, accuracy: float | None, rate: float) -> Status:
         steps = self.data.train.steps
         left = (self.recipe.epochs - self.epoch) * steps - self.step
         seconds = left * self.recipe.batch_size / max(rate, 1e-9)
@@ -308,10 +312,10 @@ class Trainer:
         if not totals.diverged and not spoiled:
             return totals
         loader = self.data.train
-        images, _ = loader.prepare(next(iter(loader.batches(self.epoch, min(totals.steps, loader.steps - 1)))))
-        self.model.train()
+        batch = loader.prepare(next(iter(loader.batches(self.epoch, min(totals.steps, loader.steps - 1)))))
+        self.task.train_(self.model)
         with computing_in(self._precision, self.world.device):
-            origin = find_origin(self.model, images)
+            origin = find_origin(self.model, self.task.inputs(batch))
         if totals.diverged:
             what = f"the loss is not finite at epoch {self.epoch + 1}, step {totals.steps + 1}"
         else:

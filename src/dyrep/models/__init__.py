@@ -5,6 +5,7 @@
 """
 
 from dyrep.models.chain import fold_norms
+from dyrep.models.detection import DETECTORS, build_detector
 from dyrep.models.mobilenet import mobilenet_v1
 from dyrep.models.registry import build, names
 from dyrep.models.repvgg import (
@@ -23,10 +24,15 @@ from dyrep.models.repvgg import (
     repvgg_b3g2,
     repvgg_b3g4,
 )
+from dyrep.models.segmentation import SEGMENTERS, build_segmenter
 from dyrep.models.vgg import small_vgg, vgg16
 
 __all__ = [
+    "DETECTORS",
+    "SEGMENTERS",
     "build",
+    "build_detector",
+    "build_segmenter",
     "fold_norms",
     "from_timm_deployed",
     "mobilenet_v1",

@@ -92,7 +92,7 @@ class _Watcher(TorchFunctionMode):
             handles.append(conv.register_forward_hook(first, prepend=True))
             handles.append(conv.register_forward_hook(last))
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase):
+            if isinstance(module, nn.modules.batchnorm._NormBase) or passing.is_frozen_norm(module):
                 handles.append(module.register_forward_pre_hook(self._enter_norm))
                 handles.append(module.register_forward_hook(self._leave_norm))
         try:

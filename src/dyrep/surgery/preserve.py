@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dyrep.errors import CalibrationError
 from dyrep.execution import eagerly
+from dyrep.surgery.detectors import detector_outputs, is_detection
 
 Forward = Callable[[nn.Module, Any], Any]
 """How to run a model on one batch of the user's: ``forward(model, batch)``."""
@@ -88,10 +89,12 @@ def preserved_randomness(model: nn.Module, batches: Any = None) -> Iterator[None
 
 
 def run_batch(model: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
-    """Run a model on one batch: through ``forward``, or on its inputs as found by `model_inputs`."""
+    """Run a model on one batch: through ``forward``, as a detector, or on its inputs as found by `model_inputs`."""
     batch = to_device(batch, device_of(model))
     if forward is not None:
         return forward(model, batch)
+    if is_detection(model, batch):
+        return detector_outputs(model, batch)
     args, kwargs = model_inputs(model, batch)
     return model(*args, **kwargs)
 

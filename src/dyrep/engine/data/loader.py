@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 Raw = tuple[Tensor, ...]
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Any, Any]
+"""What a network is given and what it should say: images and labels, label maps, or lists of images and of targets."""
 
 
 class Loader(Protocol):
@@ -31,7 +32,7 @@ class Loader(Protocol):
         """The raw batches of an epoch, from the one at position `start` on."""
 
     def prepare(self, raw: Raw) -> Batch:
-        """Images and labels on the device."""
+        """Images, and what is known about them, on the device."""
 
     def calibration(self, epoch: int) -> Iterable[Batch]:
         """Prepared batches, augmented as in training but drawn independently of it; the same at every iteration.

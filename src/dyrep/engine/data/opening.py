@@ -38,7 +38,8 @@ class Data:
         test: batches to test on.
         classes: name of every label.
         channels: of the images.
-        size: side of the images.
+        size: side of the images; of a detector's the shorter one.
+        notes: what a person should know about the data.
     """
 
     train: Loader
@@ -47,6 +48,7 @@ class Data:
     classes: tuple[str, ...]
     channels: int
     size: int
+    notes: tuple[str, ...] = ()
 
 
 def open_data(

@@ -1,0 +1,188 @@
+"""Batches for detectors: lists of images of any sizes, and a dict of boxes and labels for every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dyrep.engine.data.boxes import BoxFiles, BoxSource, divided
+from dyrep.engine.data.coco import LAYOUT as COCO_LAYOUT
+from dyrep.engine.data.coco import read_coco
+from dyrep.engine.data.loader import Batch, Raw, Replay
+from dyrep.engine.data.opening import Data
+from dyrep.engine.data.order import Order, derived_generator
+from dyrep.engine.data.pictures import Pictures, fits
+from dyrep.engine.data.splits import DataError
+from dyrep.engine.data.voc import LAYOUT as VOC_LAYOUT
+from dyrep.engine.data.voc import read_voc
+
+READERS = {"voc": (read_voc, VOC_LAYOUT), "coco": (read_coco, COCO_LAYOUT)}
+EVAL_BATCH = 8
+
+
+class BoxLoader:
+    """Images as float32 [3, H, W] with values 0..1, and targets as torchvision's detectors want them.
+
+    A raw batch is a tensor of place and flip [b, 2] and the b images as pixels. Targets of evaluation hold ``iscrowd``
+    too; in training such boxes are left out.
+
+    Args:
+        files: the split.
+        batch_size: images per batch over all ranks.
+        device: where the batches are needed.
+        flip: mirror every second training image, at random.
+        seed: of order and flips, together with the epoch.
+        shuffle: whether this is for training; see `Order` for what that means for the last batch and the ranks.
+        rank: which rank this is.
+        world: number of ranks.
+        resident: whether images are kept decoded on the device.
+        workers: threads that decode.
+
+    Attributes:
+        steps: batches per epoch on this rank.
+        examples: images per epoch over all ranks.
+        paths: the image files.
+    """
+
+    def __init__(
+        self,
+        files: BoxFiles,
+        *,
+        batch_size: int,
+        device: torch.device | str,
+        flip: bool = False,
+        seed: int = 0,
+        shuffle: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        resident: bool = True,
+        workers: int = 4,
+    ) -> None:
+        self._order = Order(len(files), batch_size, shuffle, rank, world)
+        self.steps, self.examples, self.paths = self._order.steps, self._order.examples, files.paths
+        self._flip, self._seed = flip and shuffle, seed
+        self._pictures = Pictures(files.paths, device=device, resident=resident, workers=workers)
+        device = torch.device(device)
+        self._targets = [
+            {"boxes": boxes.to(device), "labels": labels.to(device), "iscrowd": crowd.to(device)}
+            for boxes, labels, crowd in zip(files.boxes, files.labels, files.crowd, strict=True)
+        ]
+        if shuffle:
+            self._targets = [_without_crowds(target) for target in self._targets]
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Raw]:
+        """Raw batches of an epoch."""
+        return self._batches("train", epoch, start)
+
+    def prepare(self, raw: Raw) -> Batch:
+        """A list of images and a list of targets."""
+        plan, pictures = raw[0], raw[1:]
+        images, targets = [], []
+        for (place, flip), picture in zip(plan.tolist(), pictures, strict=True):
+            image, target = picture.float().div_(255), dict(self._targets[place])
+            if flip:
+                image, target["boxes"] = image.flip(-1), _mirrored(target["boxes"], image.shape[-1])
+            images.append(image)
+            targets.append(target)
+        return images, targets
+
+    def calibration(self, epoch: int) -> Iterable[Batch]:
+        """Prepared batches, drawn independently of the epoch's training batches; the same at every iteration."""
+        return Replay(lambda: map(self.prepare, self._batches("calibration", epoch)))
+
+    def _batches(self, stream: str, epoch: int, start: int = 0) -> Iterator[Raw]:
+        count = self._order.count
+        if self._order.training:
+            generator = derived_generator(self._seed, epoch, stream)
+            order = torch.randperm(count, generator=generator)
+            flips = torch.randint(2, (count,), generator=generator) * int(self._flip)
+            plan = torch.column_stack([order, flips])
+        else:
+            plan = torch.column_stack([torch.arange(count), torch.zeros(count, dtype=torch.int64)])
+        plans = list(self._order.batches(self._order.own(plan), start))
+        pictures = self._pictures.batches(own[:, 0] for own in plans)
+        for own, found in zip(plans, pictures, strict=True):
+            yield (own, *found)
+
+
+def open_detection(
+    dataset: str,
+    folder: Path | None,
+    *,
+    size: int | None,
+    batch_size: int,
+    flip: bool,
+    val_split: float,
+    seed: int,
+    device: torch.device,
+    resident: bool | None = None,
+    workers: int = 4,
+    rank: int = 0,
+    world: int = 1,
+) -> Data:
+    """Read a data set of boxes and make its loaders.
+
+    Args:
+        dataset: "voc" or "coco".
+        folder: where it is.
+        size: length to which the detector brings the shorter side of images (default: that of the first image).
+        batch_size: images per training batch over all ranks.
+        flip: mirror training images at random.
+        val_split: images to hold out, where the data set has no split of its own to look at while training.
+        seed: of order and flips.
+        device: where the batches are needed.
+        resident: keep decoded images on the device (default: if they take at most 4 GiB).
+        workers: threads that decode.
+        rank: which rank this is.
+        world: number of ranks.
+
+    Raises:
+        ConfigError: settings outside their range.
+        DataError: the data is missing or damaged.
+    """
+    read, layout = READERS[dataset]
+    if folder is None:
+        raise DataError(f"the data set {dataset!r} needs its folder: give --data DIR, with {layout} in DIR")
+    source: BoxSource = divided(read(Path(folder)), val_split)
+    splits = [split for split in (source.train, source.val, source.test) if split is not None]
+    stays = fits([path for split in splits for path in split.paths], resident)
+    shared: dict[str, Any] = {
+        "device": device,
+        "seed": seed,
+        "rank": rank,
+        "world": world,
+        "resident": stays,
+        "workers": workers,
+    }
+
+    def evaluated(split: BoxFiles) -> BoxLoader:
+        return BoxLoader(split, batch_size=EVAL_BATCH * world, **shared)
+
+    train = BoxLoader(source.train, batch_size=batch_size, flip=flip, shuffle=True, **shared)
+    return Data(
+        train=train,
+        val=None if source.val is None else evaluated(source.val),
+        test=evaluated(source.test),
+        classes=source.classes,
+        channels=3,
+        size=size or _shorter_side(train),
+        notes=source.notes,
+    )
+
+
+def _shorter_side(loader: BoxLoader) -> int:
+    return min(loader._pictures[0].shape[-2:])
+
+
+def _without_crowds(target: dict[str, Tensor]) -> dict[str, Tensor]:
+    single = ~target["iscrowd"]
+    return {"boxes": target["boxes"][single], "labels": target["labels"][single]}
+
+
+def _mirrored(boxes: Tensor, width: int) -> Tensor:
+    left, top, right, bottom = boxes.unbind(1)
+    return torch.stack([width - right, top, width - left, bottom], 1)

@@ -1,0 +1,161 @@
+"""Segmentation: the class of every pixel."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dyrep import models
+from dyrep.engine.data import Data
+from dyrep.engine.data.loader import Loader
+from dyrep.engine.data.masks import IGNORED
+from dyrep.engine.data.segmentation import DIVISOR, open_segmentation
+from dyrep.engine.precision import computing_in
+from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.resources import readers, uses_channels_last
+from dyrep.engine.tasks.measuring import intersection_over_union
+from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
+from dyrep.engine.world import World
+from dyrep.models.backbones import keep_still_, train_
+
+
+class Segmentation:
+    """Cross entropy over pixels, and mIoU in percent.
+
+    Args:
+        recipe: what is trained.
+    """
+
+    name = "segmentation"
+    metric = "miou"
+    counts_hits = True
+    same_shapes = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+
+    def open_data(self, settings: RunSettings, world: World) -> Data:
+        """Images and label maps, kept on the device if they fit."""
+        recipe = self._recipe
+        return open_segmentation(
+            settings.data,
+            size=recipe.image_size,
+            crop=recipe.crop == "resized",
+            scale=recipe.scale,
+            batch_size=recipe.batch_size,
+            flip=recipe.flip,
+            val_split=recipe.val_split,
+            class_names=recipe.class_names,
+            ignore_label=recipe.ignore_label,
+            seed=recipe.seed,
+            device=world.device,
+            channels_last=uses_channels_last(settings, world.device),
+            resident=recipe.resident,
+            workers=readers(settings),
+            rank=world.rank,
+            world=world.size,
+        )
+
+    def build(self, *, classes: int, channels: int, size: int | None) -> nn.Module:
+        """A segmentation network of `dyrep.models`, torchvision or the user's own."""
+        recipe = self._recipe
+        if recipe.model in models.SEGMENTERS:
+            model = models.build_segmenter(recipe.model, num_classes=classes)
+        else:
+            check_name(recipe.model, models.SEGMENTERS)
+            model = models.build(recipe.model, num_classes=classes, in_channels=channels)
+        keep_still_(model, norms=recipe.norms, frozen_stages=recipe.frozen_stages)
+        return model
+
+    def train_(self, model: nn.Module) -> None:
+        """Put a model into training mode, less what is frozen."""
+        train_(model, norms=self._recipe.norms, frozen_stages=self._recipe.frozen_stages)
+
+    def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
+        """Cross entropy over all pixels that count, and the share of them that was classified rightly."""
+        images, labels = batch
+        with computing:
+            logits = _logits(model(images), labels)
+        logits = logits.float()
+        counts = labels != IGNORED
+        losses = F.cross_entropy(
+            logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=self._recipe.label_smoothing
+        )
+        pixels = counts.sum().clamp(min=1)  # a batch in which nothing counts teaches nothing, rather than NaN
+        with torch.no_grad():
+            right = ((logits.argmax(1) == labels) & counts).sum()
+        return Learnt(losses / pixels, len(labels) * right / pixels)
+
+    @torch.no_grad()
+    def evaluate(
+        self, model: nn.Module, loader: Loader, world: World, precision: torch.dtype, classes: tuple[str, ...]
+    ) -> dict[str, float]:
+        """Mean loss per pixel, mIoU, pixels classified rightly and IoU of every class, in percent."""
+        measured = intersection_over_union(len(classes), IGNORED).to(world.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+        with evaluating(model):
+            for raw in loader.batches(0):
+                images, labels = loader.prepare(raw)
+                with computing_in(precision, world.device):
+                    logits = _logits(model(images), labels)
+                logits, counts = logits.float(), labels != IGNORED
+                said = logits.argmax(1)
+                sums[0] += F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+                sums[1] += ((said == labels) & counts).sum()
+                sums[2] += counts.sum()
+                measured.update(said, labels)
+        loss, right, pixels = world.sum(sums).tolist()
+        result = measured.compute()
+        return {
+            "loss": loss / max(pixels, 1),
+            "miou": 100 * float(result["mean"]),
+            "pixel_accuracy": 100 * right / max(pixels, 1),
+            **{f"iou_{name}": 100 * float(value) for name, value in zip(classes, result["each"], strict=True)},
+        }
+
+    def example(self, *, channels: int, size: int, device: torch.device | str = "cpu") -> Tensor:
+        """One black image."""
+        side = -(-size // DIVISOR) * DIVISOR
+        return torch.zeros(1, channels, side, side, device=device)
+
+    def random_inputs(self, *, channels: int, size: int) -> Tensor:
+        """Two images of noise."""
+        side = -(-size // DIVISOR) * DIVISOR
+        return torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0))
+
+    def inputs(self, batch: Any, most: int | None = None) -> Tensor:
+        """The images, of which few are plenty: every pixel is compared."""
+        images: Tensor = batch[0]
+        return images[: None if most is None else min(most, 8)]
+
+    @torch.no_grad()
+    def draw(self, model: nn.Module, data: Data, file: Path) -> bool:
+        """Images, their label maps and what is said about every pixel, of a few images to validate on."""
+        from dyrep.engine.tasks.drawing import labels_drawn, pixels_of, write_sheet
+
+        loader = data.test if data.val is None else data.val
+        every = max(loader.steps // DRAWN, 1)
+        panels: list[list[Any]] = []
+        with evaluating(model):
+            for raw in islice(loader.batches(0), 0, every * DRAWN, every):
+                images, labels = (part[:1] for part in loader.prepare(raw))
+                said = _logits(model(images), labels)[0].argmax(0)
+                image, truth = pixels_of(images[0]), labels[0]
+                told = torch.where(truth == IGNORED, IGNORED, said)
+                panels.append([image, labels_drawn(truth), labels_drawn(told)])
+        write_sheet(file, panels, ("image", "annotated", "found"), data.classes)
+        return True
+
+
+def _logits(output: Any, labels: Tensor) -> Tensor:
+    """Scores of all classes for every pixel, whatever a network gives: a tensor, a dict with "out", or a tuple."""
+    logits: Tensor = output["out"] if isinstance(output, dict) else output[0] if isinstance(output, tuple) else output
+    if logits.shape[-2:] != labels.shape[-2:]:
+        logits = F.interpolate(logits, size=labels.shape[-2:], mode="bilinear", align_corners=False)
+    return logits

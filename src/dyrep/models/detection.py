@@ -1,0 +1,48 @@
+"""Detectors: Faster R-CNN with a feature pyramid on a ResNet, put together from torchvision."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from dyrep.errors import ConfigError
+
+DETECTORS = tuple(f"fasterrcnn_{resnet}_fpn" for resnet in ("resnet18", "resnet34", "resnet50"))
+"""The names that `build_detector` knows."""
+LONGEST = 5 / 3
+"""Longest side of an image against its shortest, beyond which it is made smaller: torchvision's 1333 to 800."""
+
+
+def build_detector(name: str, *, num_classes: int, image_size: int, **options: Any) -> nn.Module:
+    """Build a detector with random weights.
+
+    Its transform normalises images (values 0..1) with ImageNet's mean and deviation, and brings their shorter side to
+    ``image_size``.
+
+    Args:
+        name: one of `DETECTORS`.
+        num_classes: classes to tell apart, not counting the background.
+        image_size: length of the shorter side of images.
+        options: further arguments of `torchvision.models.detection.FasterRCNN`.
+
+    Raises:
+        ConfigError: there is no such detector.
+
+    Example:
+        >>> model = build_detector("fasterrcnn_resnet18_fpn", num_classes=3, image_size=96)
+        >>> model.roi_heads.box_predictor.cls_score.out_features
+        4
+    """
+    if name not in DETECTORS:
+        raise ConfigError(f"there is no detector {name!r}; use one of {', '.join(DETECTORS)}")
+    detection = importlib.import_module("torchvision.models.detection")
+    resnet = name.split("_")[1]
+    backbone = detection.backbone_utils.resnet_fpn_backbone(
+        backbone_name=resnet, weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=5
+    )
+    sizes = {"min_size": image_size, "max_size": round(image_size * LONGEST)}
+    model = detection.FasterRCNN(backbone, num_classes=num_classes + 1, **{**sizes, **options})
+    assert isinstance(model, nn.Module)
+    return model
