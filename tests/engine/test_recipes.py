@@ -96,7 +96,7 @@ def test_a_recipe_that_is_not_there_is_answered_with_those_that_are():
             "method='bdd' is unknown; valid are origin, repvgg, acnet, dbb, dbb7, mobileone, orepa, repnas, dyrep, "
             "fixed, and variants of dyrep such as dyrep4, dyrep-nodep and dyrep-40",
         ),
-        ({"dataset": "mnist"}, "dataset='mnist': must be one of digits, cifar10, cifar100, folder"),
+        ({"dataset": "mnist"}, "dataset='mnist': must be one of digits, cifar10, cifar100, folder, voc, coco, masks"),
         ({"schedule": "step"}, "schedule='step': must be one of cosine, constant"),
         ({"crop": "centre"}, "crop='centre': must be one of none, pad, resized"),
         ({"precision": "fp8"}, "precision='fp8': must be one of auto, fp32, bf16, fp16"),
@@ -199,7 +199,7 @@ def test_a_recipe_survives_being_written_as_json_and_read(chosen):
 
 def test_settings_that_nobody_knows_are_refused_and_missing_ones_have_their_defaults():
     assert Recipe.from_dict({"epochs": 9}) == Recipe(epochs=9)
-    with pytest.raises(ConfigError, match="unknown settings epoch, lrate; valid are auto_augment, batch_size, "):
+    with pytest.raises(ConfigError, match="unknown settings epoch, lrate; valid are auto_augment, backbone, "):
         Recipe.from_dict({"epoch": 9, "lrate": 1})
     with pytest.raises(ConfigError, match="unknown settings gama"):
         Recipe.from_dict({"dyrep": {"gama": 1}})

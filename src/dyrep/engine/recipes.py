@@ -60,7 +60,8 @@ TINY_IMAGENET = replace(
 
 # Detection and segmentation as in the paper, FPN and PSPNet, on data that is small enough for a short run. The paper
 # says nothing about their schedules, nor which parts may grow: here it is what a pretrained backbone gives to a task.
-# Its score is noise where a norm follows every convolution and training is in bfloat16, so another one chooses.
+# Its score is noise where a norm follows every convolution and training is in bfloat16, so another one chooses. Heads,
+# and whatever stands before a frozen norm, have outputs of any size, so γ begins relative to that.
 BCCD = Recipe(
     name="bccd-fasterrcnn",
     model="fasterrcnn_resnet18_fpn",
@@ -74,7 +75,7 @@ BCCD = Recipe(
     flip=True,
     eval_every=4,
     boxes_per_image=128,
-    dyrep=DyRepConfig(interval=3, score="invariant", include=("backbone.body.*",)),
+    dyrep=DyRepConfig(interval=3, score="invariant", relative_gamma=True, include=("backbone.body.*",)),
 )
 
 CAMVID = Recipe(
@@ -95,7 +96,7 @@ CAMVID = Recipe(
         *("sign", "fence", "car", "pedestrian", "bicyclist"),
     ),
     ignore_label=11,
-    dyrep=DyRepConfig(interval=8, score="invariant", include=("encoder.*",)),
+    dyrep=DyRepConfig(interval=8, score="invariant", relative_gamma=True, include=("encoder.*",)),
 )
 
 _ALL = (

@@ -12,27 +12,30 @@ from dyrep.report import history
 from dyrep.report.history import Scores, Series, epoch_of
 from dyrep.report.pictures import FAINT, INK, RUN_COLOURS, Picture, colour, new_figure, over_epochs, short, styled
 from dyrep.report.runs import Group, Run
+from dyrep.wording import METRICS
 
 _WIDTH = 8.5
 _STYLES = ("-", "--", ":", "-.")
 
 
 def curves(groups: Sequence[Group]) -> Picture | None:
-    """Accuracy and loss of all runs over each other, with a tick for every edit: the paper's figure of convergence."""
+    """The metric and the loss of all runs over each other, with a tick for every edit: the paper's convergence."""
     if not any(_accuracy(run) or history.series(run, "train_loss") for group in groups for run in group.runs):
         return None
     with styled():
         figure = new_figure(_WIDTH, 3.4 + 0.16 * len(groups))
         axes = figure.subplots(1, 2)
         measured = [value for group in groups for run in group.runs for _, value in _accuracy(run)]
-        best = f"; best accuracy {max(measured):.2f} %" if measured else ""
-        picture = Picture("curves", figure, f"Accuracy and training loss of {len(groups)} kinds of runs{best}")
+        metric = METRICS[groups[0].runs[0].metric]
+        best = f"; best {metric} {max(measured):.2f} %" if measured else ""
+        words = f"Training loss and {metric}" if metric != "accuracy" else "Accuracy and training loss"
+        picture = Picture("curves", figure, f"{words} of {len(groups)} kinds of runs{best}")
         for name, run, look in _drawn(groups):
             for axis, values in ((axes[0], _accuracy(run)), (axes[1], history.series(run, "train_loss"))):
                 _line(picture, axis, values, name, run.unit, look)
             _edit_ticks(picture, axes[0], run, look["color"])
         split = "/".join(sorted({run.split for group in groups for run in group.runs}))
-        axes[0].set_title(f"accuracy ({split}), %")
+        axes[0].set_title(f"{metric} ({split}), %")
         axes[1].set_title("training loss")
         axes[1].set_yscale("log")
         _zoom(axes[0], measured)
@@ -66,7 +69,7 @@ def _legend(figure: Any, groups: Sequence[Group]) -> None:
 
 
 def _accuracy(run: Run) -> Series:
-    return history.series(run, f"{run.split}_accuracy")
+    return history.series(run, f"{run.split}_{run.metric}")
 
 
 def _zoom(axis: Any, values: list[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -55,6 +56,20 @@ def figure(picture: Picture | None, words: str, data: str = "") -> str:
     return (
         f'<figure id="{picture.name}"><div class="chart" tabindex="0" role="group" aria-label="{label}">'
         f"{picture.svg()}</div><figcaption>{escape(words)}</figcaption>{more}</figure>"
+    )
+
+
+def embedded(png: bytes, words: str) -> str:
+    """A picture that is part of the page, with words below it.
+
+    Example:
+        >>> embedded(b"", "a picture").startswith('<figure><img src="data:image/png;base64,')
+        True
+    """
+    data = base64.b64encode(png).decode()
+    caption = escape(words)
+    return (
+        f'<figure><img src="data:image/png;base64,{data}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
     )
 
 

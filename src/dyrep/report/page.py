@@ -13,11 +13,11 @@ from typing import Any
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.files import replacing
 from dyrep.report import figures, history, results
-from dyrep.report.html import MISSING, card, figure, number, page, section, table
+from dyrep.report.html import MISSING, card, embedded, figure, number, page, section, table
 from dyrep.report.pictures import Picture, short
 from dyrep.report.runs import Group, Run, grouped, read_run
 from dyrep.report.timeline import timeline
-from dyrep.wording import counted, duration, large
+from dyrep.wording import METRICS, counted, duration, large
 
 
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
@@ -70,6 +70,10 @@ class Report:
         self.unit = self.runs[0].unit
         if any(run.unit != self.unit for run in self.runs):
             raise ConfigError("some of the runs count epochs and others steps: make a report of each kind")
+        metrics = sorted({METRICS[run.metric] for run in self.runs})
+        if len(metrics) > 1:
+            raise ConfigError(f"the runs are measured by {' and '.join(metrics)}: make a report of each kind")
+        self.metric = metrics[0]
         self._named = [(f"{group.label}, seed {run.seed}", run) for group in self.groups for run in group.runs]
         self.pictures: list[Picture] = []
 
@@ -80,6 +84,7 @@ class Report:
             ("result", "Result", self._result()),
             ("convergence", "Convergence", self._convergence()),
             ("cost", "Cost of training", self._cost()),
+            ("predictions", "Predictions", self._predictions()),
             ("structure", "Structure", self._structure()),
             ("proof", "The deployed network is the same function", self._proof()),
             ("time", "Where the time went", self._time()),
@@ -117,8 +122,9 @@ class Report:
             )
             for group in self.groups
         ]
-        heads = ("method", "seeds", "accuracy, %", "multiply-adds, × plain", "time per epoch, × plain", "fold error")
-        compared = table("All kinds of runs; accuracy of the folded network, mean ± sd over seeds", heads, rows)
+        ratios = ("multiply-adds, × plain", "time per epoch, × plain")
+        heads = ("method", "seeds", f"{self.metric}, %", *ratios, "fold error")
+        compared = table(f"All kinds of runs; {self.metric} of the folded network, mean ± sd over seeds", heads, rows)
         return f'<div class="cards">{cards}</div>' + (compared if len(self.groups) > 1 else "")
 
     def _card(self, group: Group) -> str:
@@ -139,10 +145,10 @@ class Report:
             facts.append(("not finished", counted(going, "run"), False))
         found = results.accuracies(group)
         if not found:
-            return card(group.label, MISSING, "accuracy was not written down", facts)
+            return card(group.label, MISSING, f"{self.metric} was not written down", facts)
         seeds = "one seed" if len(found) == 1 else f"mean ± sd over {len(found)} seeds"
         split = f"{group.runs[0].split} set, so far" if error is None else "test set, folded"
-        return card(group.label, f"{results.mean_and_spread(found)} %", f"accuracy ({split}), {seeds}", facts)
+        return card(group.label, f"{results.mean_and_spread(found)} %", f"{self.metric} ({split}), {seeds}", facts)
 
     def _plain_seconds(self, group: Group) -> float | None:
         """Time of an epoch of plain training under the same circumstances, if it is among the runs."""
@@ -154,10 +160,12 @@ class Report:
 
     def _convergence(self) -> str:
         rows = [(name, *_row(run)) for name, run in self._named]
-        heads = ("run", f"{self.unit}s", "training loss", "training accuracy, %", "accuracy, %", "best accuracy, %")
+        measured = (f"{self.metric}, %", f"best {self.metric}, %")
+        heads = ("run", f"{self.unit}s", "training loss", "training accuracy, %", *measured)
+        first = "Accuracy" if self.metric == "accuracy" else self.metric
         words = (
-            "Accuracy and training loss of all runs. Ticks at the bottom are updates that changed a structure: "
-            "an edit must not show as a jump."
+            f"{first} and training loss of all runs. Ticks at the bottom are updates that changed a structure: an edit "
+            "must not show as a jump."
         )
         return self._figure(figures.curves(self.groups), words, table(f"After the last {self.unit}", heads, rows))
 
@@ -178,6 +186,16 @@ class Report:
         averages = table("Averages over time, as the paper reports them; of memory, the peak", heads, rows)
         words = "What a training step costs while the structure changes; the deployed network is the plain one."
         return self._figure(figures.costs(self.groups), words) + averages
+
+    def _predictions(self) -> str:
+        """What detectors and segmentation networks drew at their end, of the first run of every kind."""
+        shown = [(group, group.runs[0].path / "predictions.png") for group in self.groups]
+        words = "What the folded network says about a few images that it was not trained on"
+        return "".join(
+            embedded(path.read_bytes(), f"{words}: {group.label}, seed {group.runs[0].seed}.")
+            for group, path in shown
+            if path.is_file()
+        )
 
     def _structure(self) -> str:
         parts = []
@@ -260,12 +278,13 @@ class Report:
                     name,
                     "passed" if found["fold_passed"] else "failed",
                     number(found["fold_error"], ".1e"),
-                    f"{found['test_accuracy']:.2f}",
-                    f"{found['test_accuracy_folded']:.2f}",
+                    f"{found[f'test_{run.metric}']:.2f}",
+                    f"{found[f'test_{run.metric}_folded']:.2f}",
                     found.get("fold_report", MISSING),
                 )
             )
-        heads = ("run", "verdict", "largest error", "accuracy with branches, %", "folded, %", "what was compared")
+        measured = (f"{self.metric} with branches, %", "folded, %")
+        heads = ("run", "verdict", "largest error", *measured, "what was compared")
         words = (
             "At the end every run was folded into the plain network, key for key, and both were run on the same test "
             "images. Its weights are in <code>plain.safetensors</code> of the run's folder."
@@ -311,7 +330,7 @@ class Report:
 
 def _row(run: Run) -> tuple[Any, ...]:
     last = run.rows[-1]
-    measured = [value for _, value in history.series(run, f"{run.split}_accuracy")]
+    measured = [value for _, value in history.series(run, f"{run.split}_{run.metric}")]
     return (
         last["epoch"],
         number(last.get("train_loss"), ".4f"),

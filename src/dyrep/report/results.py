@@ -10,9 +10,9 @@ from dyrep.report.runs import Group
 
 
 def accuracies(group: Group) -> list[float]:
-    """Of folded networks on the test set, or what was measured last where no run has ended."""
-    ended = [run.summary["test_accuracy_folded"] for run in group.runs if run.summary is not None]
-    latest = [history.series(run, f"{run.split}_accuracy") for run in group.runs]
+    """The metric of folded networks on the test set, or what was measured last where no run has ended."""
+    ended = [run.summary[f"test_{run.metric}_folded"] for run in group.runs if run.summary is not None]
+    latest = [history.series(run, f"{run.split}_{run.metric}") for run in group.runs]
     return ended or [values[-1][1] for values in latest if values]
 
 

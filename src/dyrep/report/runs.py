@@ -15,6 +15,7 @@ from typing import Any
 
 from dyrep.errors import CheckpointError
 from dyrep.events import read_events
+from dyrep.wording import metric_of
 
 _UNTOLD = ("seed", "name")  # settings that make no other kind of run
 
@@ -83,9 +84,14 @@ class Run:
         return next((macs for macs in told if macs), None)
 
     @property
+    def metric(self) -> str:
+        """Key of what tells how good its network is, see `dyrep.wording.METRICS`."""
+        return metric_of(*self.rows)
+
+    @property
     def split(self) -> str:
         """The images that curves were measured on: ``"val"`` or ``"test"``."""
-        return "val" if any("val_accuracy" in row for row in self.rows) else "test"
+        return "val" if any(f"val_{self.metric}" in row for row in self.rows) else "test"
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -93,7 +99,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
     Args:
         path: its folder; or the log of a training loop of your own, or a folder with ``events.jsonl``. Beside it,
-            ``metrics.jsonl`` may hold an object per epoch (``epoch``, ``train_loss``, ``test_accuracy`` ...).
+            ``metrics.jsonl`` may hold an object per epoch (``epoch``, ``train_loss``, ``test_accuracy`` ...; or
+            ``test_map``, ``test_miou``).
 
     Raises:
         CheckpointError: there is no run, it has no epoch yet, or one of its files is damaged.

@@ -18,6 +18,7 @@ from dyrep.surgery.preserve import Forward, device_of, preserved, run_batch
 from dyrep.surgery.wrappers import bare, forget_compiled
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_SHOWN = 6
 
 
 def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
@@ -94,7 +95,12 @@ class FoldReport:
         return self.passed
 
     def __str__(self) -> str:
-        outputs = ", ".join(f"{name} {error:.2e}" for name, error in self.errors.items())
+        worst = sorted(self.errors.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1], reverse=True)
+        shown = dict(worst[:_SHOWN])
+        listed = self.errors if len(self.errors) <= _SHOWN else shown
+        outputs = ", ".join(f"{name} {error:.2e}" for name, error in listed.items())
+        if len(self.errors) > _SHOWN:
+            outputs += f" and {len(self.errors) - _SHOWN} smaller ones"
         keys = f"; keys differ: {', '.join(self.missing[:5])}" if self.missing else ""
         verdict = "passed" if self.passed else "FAILED"
         return (

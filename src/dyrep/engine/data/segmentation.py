@@ -129,6 +129,11 @@ class MaskLoader:
         labels = torch.where(labels == 0, IGNORED, labels - 1)
         return images.contiguous(memory_format=self._layout), labels
 
+    def size_of(self, place: int) -> tuple[int, int]:
+        """Height and width of an image before it was filled up."""
+        height, width = self._sizes[place].tolist()
+        return height, width
+
     def calibration(self, epoch: int) -> Iterable[Batch]:
         """Prepared batches, drawn independently of the epoch's training batches; the same at every iteration."""
         return Replay(lambda: map(self.prepare, self._batches("calibration", epoch)))

@@ -24,11 +24,20 @@ def mean_average_precision() -> Any:
         True
     """
     metrics = _torchmetrics("detection", "mAP of detectors")
+    return metrics.MeanAveragePrecision(class_metrics=True, backend=coco_backend())
+
+
+def coco_backend() -> str:
+    """What computes COCO's metrics here.
+
+    Raises:
+        ConfigError: nothing that could is installed; the message names the extra.
+    """
     backend = next((name for name in BACKENDS if importlib.util.find_spec(name) is not None), None)
     if backend is None:
         packages = " or ".join(name.replace("_", "-") for name in BACKENDS)
         raise ConfigError(f"mAP of detectors needs {packages}, and neither is installed: {_INSTALL}")
-    return metrics.MeanAveragePrecision(class_metrics=True, backend=backend)
+    return backend
 
 
 def intersection_over_union(classes: int, ignored: int) -> Any:

@@ -15,7 +15,7 @@ from dyrep import models
 from dyrep.engine.data import Data
 from dyrep.engine.data.loader import Loader
 from dyrep.engine.data.masks import IGNORED
-from dyrep.engine.data.segmentation import DIVISOR, open_segmentation
+from dyrep.engine.data.segmentation import DIVISOR, MaskLoader, open_segmentation
 from dyrep.engine.precision import computing_in
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.resources import readers, uses_channels_last
@@ -146,9 +146,10 @@ class Segmentation:
             for raw in islice(loader.batches(0), 0, every * DRAWN, every):
                 images, labels = (part[:1] for part in loader.prepare(raw))
                 said = _logits(model(images), labels)[0].argmax(0)
-                image, truth = pixels_of(images[0]), labels[0]
+                height, width = loader.size_of(int(raw[0][0])) if isinstance(loader, MaskLoader) else said.shape
+                image, truth, said = (part[..., :height, :width] for part in (images[0], labels[0], said))
                 told = torch.where(truth == IGNORED, IGNORED, said)
-                panels.append([image, labels_drawn(truth), labels_drawn(told)])
+                panels.append([pixels_of(image), labels_drawn(truth), labels_drawn(told)])
         write_sheet(file, panels, ("image", "annotated", "found"), data.classes)
         return True
 

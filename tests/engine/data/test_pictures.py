@@ -1,0 +1,66 @@
+"""Decoded images, kept or read when they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from dyrep.engine.data import pictures
+from dyrep.engine.data.pictures import Pictures, fits, held_out, read_picture
+from dyrep.engine.data.splits import DataError
+from dyrep.errors import ConfigError
+
+
+@pytest.fixture
+def paths(tmp_path):
+    for number in range(5):
+        Image.new("RGB", (4 + number, 3), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    return [str(tmp_path / f"{number}.png") for number in range(5)]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_batches_come_in_the_order_asked_for(paths, resident):
+    found = Pictures(paths, resident=resident, workers=2)
+    assert len(found) == 5
+    assert found[3].shape == (3, 3, 7)
+    asked = [torch.tensor([4, 0]), torch.tensor([2])]
+    assert [[int(p[0, 0, 0]) for p in batch] for batch in found.batches(asked)] == [[4, 0], [2]]
+    assert list(found.batches([])) == []
+
+
+def test_only_what_is_kept_is_read_once(paths):
+    read = []
+
+    def note(path):
+        read.append(path)
+        return read_picture(path)
+
+    kept = Pictures(paths, note, resident=True)
+    list(kept.batches([torch.tensor([1, 1])]))
+    assert len(read) == 5
+    asked = Pictures(paths, note, resident=False)
+    list(asked.batches([torch.tensor([1]), torch.tensor([1])]))
+    assert len(read) == 7
+
+
+def test_they_are_kept_if_they_fit_or_if_that_is_asked_for(paths, monkeypatch):
+    assert fits(paths, None)
+    monkeypatch.setattr(pictures, "RESIDENT_LIMIT", 100)
+    assert not fits(paths, None)
+    assert fits(paths, True)
+    assert not fits(paths, False)
+
+
+def test_a_damaged_file_is_named(paths, tmp_path):
+    (tmp_path / "3.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"3.png cannot be decoded"):
+        Pictures(paths, resident=True)
+
+
+def test_what_is_held_out_does_not_depend_on_a_seed():
+    rest, held = held_out(3, 10)
+    assert sorted([*rest.tolist(), *held.tolist()]) == list(range(10))
+    assert torch.equal(held, held_out(3, 10)[1])
+    with pytest.raises(ConfigError, match="cannot hold out 10 of 10"):
+        held_out(10, 10)
