@@ -1,0 +1,282 @@
+"""Does evolution carry over to other tasks? The paper's Table 5 on small data: backbones (C), tasks (D), both (C+D).
+
+``python benchmarks/downstream.py --data FOLDER --out results/downstream.json`` on a machine with a GPU, where FOLDER
+holds ``tiny-imagenet-100``, ``BCCD`` and ``CamVid``. ResNet-18 backbones are trained on Tiny-ImageNet (100 classes) as
+they are, with DBB blocks and with DyRep, and folded. Then detectors (Faster R-CNN with FPN, BCCD) and segmentation
+networks (PSPNet, CamVid) are trained from them, plain or with DyRep. The file is written after every run, and runs that
+it holds already are not repeated; runs that were stopped go on.
+
+``--parts backbones``, ``detection``, ``segmentation`` and ``times`` do one part of it, in this order, so that each fits
+into a few minutes. With ``--workers`` above 1 runs of a task share the GPU; then times per epoch are measured in the
+part ``times``, in short runs that have it alone: with an update after every epoch, they go through as many structures.
+
+Nothing is chosen by these runs, so they look at the test sets. One backbone per method serves all seeds of the tasks
+unless ``--backbone-seeds`` says otherwise: then what differs between rows is the method and the luck of one backbone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from arms import paired
+
+from dyrep.engine.rundir import hardware, versions
+from dyrep.files import replacing
+
+ARMS = {
+    "origin": ("origin", "origin"),
+    "DBB-C": ("dbb", "origin"),
+    "DyRep-C": ("dyrep", "origin"),
+    "DyRep-D": ("origin", "dyrep"),
+    "DyRep-C+D": ("dyrep", "dyrep"),
+    "from scratch": (None, "origin"),
+}
+"""Method of the backbone and of the task, by the name of a row; those of the paper come first."""
+PAPER_ARMS = 5
+PARTS = ("backbones", "detection", "segmentation", "times")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+        recipe: of `dyrep train`.
+        folder: of its data, in the folder of all data.
+        metric: key of its metric in the summary of a run.
+        smoke: flags that make it tiny.
+    """
+
+    recipe: str
+    folder: str
+    metric: str
+    smoke: str
+
+
+BACKBONE = Task(
+    "tiny-imagenet-resnet18",
+    "tiny-imagenet-100",
+    "accuracy",
+    "--image-size 16 --crop-padding 2 --batch-size 8 --lr 0.01 --calibration-batches 1",
+)
+TASKS = {
+    "detection": Task(
+        "bccd-fasterrcnn",
+        "BCCD",
+        "map",
+        "--image-size 64 --batch-size 4 --lr 0.005 --warmup-epochs 0 --boxes-per-image 8 --calibration-batches 1",
+    ),
+    "segmentation": Task(
+        "camvid-pspnet", "CamVid", "miou", "--image-size 32 --batch-size 4 --lr 0.01 --calibration-batches 1"
+    ),
+}
+EPOCHS = {"backbones": (30, 2), "detection": (24, 3), "segmentation": (80, 8)}
+"""Epochs, and epochs between updates."""
+SMOKE = (2, 1)
+
+
+class Results:
+    """What has been found so far, in a file."""
+
+    def __init__(self, path: Path, config: dict[str, Any]) -> None:
+        self._path, self._lock = path, Lock()
+        about = {"config": config, "versions": versions(), "hardware": hardware()}
+        self.data: dict[str, Any] = {**about, "backbones": [], "runs": [], "epoch_seconds": {}}
+        if path.exists():
+            found = json.loads(path.read_text())
+            if any(found[key] != about[key] for key in about):
+                sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
+            self.data = found
+
+    def has(self, part: str, **about: Any) -> bool:
+        """Whether there is a run like this."""
+        return any(all(run[key] == value for key, value in about.items()) for run in self.data[part])
+
+    def add(self, part: str, run: dict[str, Any]) -> None:
+        """Add a run."""
+        with self._lock:
+            self.data[part] = sorted([*self.data[part], run], key=_place)
+            self._save()
+
+    def set_time(self, task: str, method: str, seconds: float) -> None:
+        """Note the time of an epoch of a task, alone on the GPU."""
+        self.data["epoch_seconds"].setdefault(task, {})[method] = seconds
+        self._save()
+
+    def _save(self) -> None:
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+
+
+def _place(run: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        run.get("task", ""),
+        list(ARMS).index(run["arm"]) if "arm" in run else 0,
+        run.get("method", ""),
+        run["seed"],
+    )
+
+
+class Bench:
+    """Trains what is missing.
+
+    Args:
+        given: the command line.
+    """
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        keys = ("smoke", "backbone_seeds", "more")
+        self.epochs = {part: SMOKE if given.smoke else EPOCHS[part] for part in EPOCHS}
+        if given.backbone_epochs:
+            self.epochs["backbones"] = (given.backbone_epochs, self.epochs["backbones"][1])
+        config = {key: getattr(given, key) for key in keys} | {"epochs": {k: list(v) for k, v in self.epochs.items()}}
+        self.results = Results(given.out, config)
+
+    def backbones(self) -> None:
+        """Train the classifiers, one after the other."""
+        wanted = dict.fromkeys(ARMS[arm][0] for arm in self.given.arms)
+        for seed in range(self.given.backbone_seeds):
+            for method in (method for method in wanted if method is not None):
+                if not self.results.has("backbones", method=method, seed=seed):
+                    summary, rows = self._train(BACKBONE, "backbones", self._backbone(method, seed), method, seed)
+                    self.results.add("backbones", {"method": method, "seed": seed, **_found(BACKBONE, summary, rows)})
+                    self._say(f"backbone {method}, seed {seed}", BACKBONE, summary)
+
+    def task(self, name: str) -> None:
+        """Train all rows and seeds of a task."""
+        given, failed = self.given, []
+        wanted = [
+            (arm, seed)
+            for seed in range(given.seeds)
+            for arm in given.arms
+            if not self.results.has("runs", task=name, arm=arm, seed=seed)
+        ]
+        with ThreadPoolExecutor(given.workers) as pool:
+            jobs = [pool.submit(self._arm, name, arm, seed) for arm, seed in wanted]
+            for job in as_completed(jobs):
+                try:
+                    job.result()
+                except RuntimeError as error:  # the others are worth having all the same
+                    failed.append(str(error))
+        if failed:
+            sys.exit("\n".join(failed))
+
+    def times(self) -> None:
+        """Measure an epoch of every task and method alone; with one worker the runs themselves have shown it."""
+        for name, task in TASKS.items():
+            for method in dict.fromkeys(ARMS[arm][1] for arm in self.given.arms):
+                if method in self.results.data["epoch_seconds"].get(name, {}):
+                    continue
+                epochs, interval = self.epochs[name]
+                short = max(epochs // interval, 2)
+                out = self.given.runs / f"time-{name}-{method}"
+                _, rows = self._train(task, name, out, method, seed=0, schedule=(short, 1), backbone=("origin", 0))
+                later = rows[1:]  # the first epoch starts everything up
+                trained = statistics.mean(row["train_seconds"] for row in later)
+                updated = statistics.mean(row["update_seconds"] for row in later) / interval
+                self.results.set_time(name, method, trained + updated)
+                print(f"{name}, {method}: {trained + updated:.2f} s per epoch", flush=True)
+
+    def _arm(self, name: str, arm: str, seed: int) -> None:
+        before, method = ARMS[arm]
+        backbone = None if before is None else (before, seed % self.given.backbone_seeds)
+        out = self.given.runs / f"{name}-{arm.replace(' ', '-')}-{seed}"
+        summary, rows = self._train(TASKS[name], name, out, method, seed, backbone=backbone)
+        about = {"task": name, "arm": arm, "seed": seed, "shared_by": self.given.workers}
+        self.results.add("runs", {**about, **_found(TASKS[name], summary, rows)})
+        self._say(f"{name}, {arm}, seed {seed}", TASKS[name], summary)
+
+    def _train(
+        self,
+        task: Task,
+        part: str,
+        out: Path,
+        method: str,
+        seed: int,
+        schedule: tuple[int, int] | None = None,
+        backbone: tuple[str, int] | None = None,
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """One run of `dyrep train`, and what it found; a run that is complete is not repeated."""
+        given = self.given
+        epochs, interval = schedule or self.epochs[part]
+        words = ["--method", method, "--seed", str(seed), "--epochs", str(epochs), "--eval-every", str(epochs)]
+        words += ["--interval", str(min(interval, max(epochs - 1, 1))), "--score", "invariant", "--progress", "False"]
+        words += [*(task.smoke.split() if given.smoke else ()), *given.more.split()]
+        if backbone is not None:
+            words += ["--backbone", str(self._backbone(*backbone))]
+        command = [sys.executable, "-m", "dyrep", "train", task.recipe, *words]
+        command += ["--data", str(given.data / task.folder), "--out", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return json.loads((out / "summary.json").read_text()), rows
+
+    def _backbone(self, method: str, seed: int) -> Path:
+        return self.given.runs / f"backbone-{method}-{seed}"
+
+    def _say(self, what: str, task: Task, summary: dict[str, Any]) -> None:
+        print(f"{what}: {summary[f'test_{task.metric}_folded']:.2f} %, {summary['seconds']:.0f} s", flush=True)
+
+    def show(self) -> None:
+        """Print a line for every row of the table."""
+        for name, task in TASKS.items():
+            runs = [run for run in self.results.data["runs"] if run["task"] == name]
+            for arm in dict.fromkeys(run["arm"] for run in runs):
+                found = [run[task.metric] for run in runs if run["arm"] == arm]
+                spread = statistics.stdev(found) if len(found) > 1 else float("nan")
+                line = f"{name:14s}{arm:14s}{statistics.mean(found):.2f} ± {spread:.2f} %"
+                difference = paired(runs, task.metric, arm, "origin")
+                if difference is not None:
+                    line += f"  {difference[0]:+.2f} ± {difference[1]:.2f} against origin (95 %)"
+                print(line)
+
+
+def _found(task: Task, summary: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    later = rows[1:] or rows
+    return {
+        task.metric: summary[f"test_{task.metric}_folded"],
+        "fold_error": summary["fold_error"],
+        "macs": summary["mean_macs"] / summary["macs_plain"],
+        "seconds": summary["seconds"],
+        "epoch_seconds": statistics.mean(row["train_seconds"] + row["update_seconds"] for row in later),
+    }
+
+
+def main(command: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", type=Path, default=Path("runs") / "downstream", help="folder for the runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:PAPER_ARMS])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--backbone-seeds", type=int, default=1)
+    parser.add_argument("--backbone-epochs", type=int)
+    parser.add_argument("--workers", type=int, default=1, help="runs of a task that share the GPU")
+    parser.add_argument("--more", default="", help="flags for every run, to try things out")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything works")
+    given = parser.parse_args(command)
+    bench = Bench(given)
+    for part in (part for part in PARTS if part in given.parts):
+        if part in TASKS:
+            bench.task(part)
+        elif part == "backbones":
+            bench.backbones()
+        elif given.workers > 1 or given.parts == ["times"]:
+            bench.times()
+    bench.show()
+
+
+if __name__ == "__main__":
+    main()
