@@ -142,3 +142,29 @@ def test_plans_name_every_run_once():
         == planned(STUDIES["operation-spaces"], SCALES["full"], 1)
         == []
     )
+
+
+def test_downstream_tasks_go_on_from_the_classifier_of_their_row(monkeypatch, shop, tmp_path):
+    trained = []
+
+    def train(recipe, settings):
+        trained.append((settings.out.name, recipe.method, None if recipe.backbone is None else recipe.backbone))
+        metric = {"voc": "map", "masks": "miou"}.get(recipe.dataset, "accuracy")
+        costs = {"seconds": 1.0, "mean_macs": 1e6, "mean_parameters": 1e6}
+        summary = {"recipe": recipe.to_dict(), f"test_{metric}": 5.0, f"test_{metric}_folded": 5.0, **costs}
+        settings.out.mkdir(parents=True)
+        (settings.out / "summary.json").write_text(json.dumps(summary))
+        assert settings.data.is_dir()
+        return summary
+
+    monkeypatch.setattr(module, "train", train)
+    found = shop().carry_out(STUDIES["downstream"])
+    assert all(outcome.figures.keys() >= {"accuracy", "mAP", "mIoU"} for outcome in found)
+    runs = {name: (method, backbone) for name, method, backbone in trained}
+    assert len(runs) == len(trained) == 3 + 2 * 5
+    before = str(tmp_path / "smoke" / "tiny-imagenet-resnet18-dbb-seed0")
+    assert runs["bccd-fasterrcnn-origin-from-dbb-seed0"] == ("origin", before)
+    assert runs["camvid-pspnet-dyrep-from-origin-seed0"][0] == "dyrep"
+    shop().carry_out(STUDIES["downstream"])
+    assert len(trained) == 13
+    assert len(planned(STUDIES["downstream"], SCALES["smoke"], 1)) == 13

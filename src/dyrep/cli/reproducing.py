@@ -36,7 +36,8 @@ def reproduce(
         studies: which ones, see --list; "all" for all.
         scale: full is as in the paper, short a tenth of its epochs, smoke a few epochs of digits on a small network.
         seeds: how many seeds of every training.
-        data: folder of the data sets: cifar10.npz and so on, or train/CLASS/*.jpg for ImageNet.
+        data: folder of the data sets: cifar10.npz and so on, or train/CLASS/*.jpg for ImageNet; for downstream tasks
+            tiny-imagenet-100, BCCD and CamVid in it.
         out: folder for runs and results.
         device: where to train (default: a GPU if there is one).
         train: train what is missing. Otherwise what is there already is shown.

@@ -19,9 +19,10 @@ from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.running import SUMMARY, structure_of_run, train
 from dyrep.errors import DyRepError
 from dyrep.methods import METHODS, convert_
-from dyrep.reproduce.scales import Scale
-from dyrep.reproduce.studies import Row, Study, Training
+from dyrep.reproduce.scales import DRAWN, Scale
+from dyrep.reproduce.studies import BACKBONE, Row, Study, Training
 from dyrep.surgery.costs import costs
+from dyrep.wording import metric_of
 
 SIZE, CLASSES = 224, 1000  # of ImageNet
 _SPEED_BATCH, _SPEED_STEPS = 128, 20
@@ -87,6 +88,8 @@ class Workshop:
             return outcome
         for seed in range(self.seeds):
             self._seed(outcome, row.training, seed, counts_deployed)
+            for column, task in row.tasks.items():
+                self._task(outcome, column, task, seed)
         if outcome.state == "not run" and not counts_deployed and "macs" in study.columns:
             self._count(outcome, row.training)
         return outcome
@@ -105,6 +108,17 @@ class Workshop:
         outcome.runs.append(folder)
         outcome.state = "done"
 
+    def _task(self, outcome: Outcome, column: str, training: Training, seed: int) -> None:
+        """The metric of a detector or a segmentation network."""
+        try:
+            summary, folder = self._trained(training, seed)
+        except DyRepError as error:
+            outcome.reason = outcome.reason or str(error).splitlines()[0]
+            return
+        metric = metric_of(summary)
+        outcome.figures.setdefault(column, []).append(summary[f"test_{metric}_folded"])
+        outcome.runs.append(folder)
+
     def _trained(self, training: Training, seed: int) -> tuple[dict[str, Any], Path]:
         """The summary of a run, and its folder; it is trained if need be.
 
@@ -114,17 +128,36 @@ class Workshop:
         chosen = self.scale.recipe(training, seed)
         if chosen is None:
             raise DyRepError("large networks are only counted at this scale")
-        folder = self.root / self.scale.name / f"{training.key}-seed{seed}"
+        folder = self._folder(training, seed)
         run = RunDirectory(folder)
+        before = Training(BACKBONE, training.backbone) if training.backbone else None
+        if before is not None:
+            chosen = replace(chosen, backbone=str(self._folder(before, seed)))
         if (folder / SUMMARY).exists():
             return _checked(run, training, chosen), folder
         if not self.trains:
             raise DyRepError("not trained yet")
+        if before is not None:
+            self._trained(before, seed)
         if training.method == "fixed":
             chosen = self._fixed(training, chosen, run, seed)
         self.say(f"{folder.name}: {chosen.epochs} epochs of {chosen.model} on {chosen.dataset}")
-        settings = RunSettings(out=folder, data=self.data, device=self.device)
+        settings = RunSettings(out=folder, data=self._data(training.recipe), device=self.device)
         return train(chosen, settings), folder
+
+    def _folder(self, training: Training, seed: int) -> Path:
+        return self.root / self.scale.name / f"{training.key}-seed{seed}"
+
+    def _data(self, name: str) -> Path | None:
+        """Where the data of a recipe is: at the smallest scale that of downstream tasks is drawn."""
+        if name not in DRAWN:
+            return self.data
+        folder, draw, _ = DRAWN[name]
+        if self.scale.digits:
+            place = self.root / self.scale.name / "data" / folder
+            return place if place.is_dir() else draw(place)
+        own = None if self.data is None else self.data / folder
+        return own if own is not None and own.is_dir() else self.data
 
     def _fixed(self, training: Training, chosen: Recipe, run: RunDirectory, seed: int) -> Recipe:
         """A recipe that trains a structure of the DyRep run with the same settings, which is trained first."""
@@ -211,13 +244,16 @@ def planned(study: Study, scale: Scale, seeds: int) -> list[str]:
     for row in study.rows:
         if not any(_are_the_same(earlier, row, scale) for earlier in own):
             own.append(row)
-    trainings = [row.training for row in own if row.training is not None and scale.recipe(row.training, 0) is not None]
+    listed = [training for row in own for training in (row.training, *row.tasks.values()) if training is not None]
+    trainings = [training for training in listed if scale.recipe(training, 0) is not None]
     return list(dict.fromkeys(f"{training.key}-seed{seed}" for training in trainings for seed in range(seeds)))
 
 
 def _are_the_same(first: Row, second: Row, scale: Scale) -> bool:
     """Whether two rows differ on paper, but not at a scale: half an epoch between updates is one, too."""
     trainings = [row.training for row in (first, second) if row.training is not None]
+    if first.tasks != second.tasks:
+        return False
     if len(trainings) < 2 or any(training.method == "fixed" for training in trainings):
         return False
     recipes = [found for training in trainings if (found := scale.recipe(training, 0)) is not None]

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from dyrep.engine.data.scenes import write_box_scenes, write_class_scenes, write_mask_scenes
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.recipes import DIGITS, recipe
 from dyrep.reproduce.studies import Training
 
 SMOKE_EPOCHS = 3
+DRAWN: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
+    "tiny-imagenet-resnet18": (
+        "tiny-imagenet-100",
+        write_class_scenes,
+        {"image_size": 32, "crop_padding": 4, "batch_size": 8, "lr": 0.01},
+    ),
+    "bccd-fasterrcnn": (
+        "BCCD",
+        write_box_scenes,
+        {"image_size": 48, "batch_size": 4, "lr": 0.005, "warmup_epochs": 0, "boxes_per_image": 16},
+    ),
+    "camvid-pspnet": (
+        "CamVid",
+        write_mask_scenes,
+        {"image_size": 32, "batch_size": 4, "lr": 0.01, "class_names": (), "ignore_label": 255},
+    ),
+}
+"""Of recipes for downstream tasks: the folder of their data among other data, and at the smallest scale what draws such
+data, and settings to match."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,8 @@ class Scale:
         """The recipe of a training at this scale; None if it is only counted here."""
         paper = replace(recipe(training.recipe), **training.settings)
         share = self._share(paper)
+        if self.digits and paper.name in DRAWN:
+            return _drawn(paper, training.method, seed)
         if self.digits and paper.dataset == "folder":
             return None
         digits = {
@@ -58,7 +82,16 @@ class Scale:
         return max(round(training.stop * share), 1)
 
     def _share(self, paper: Recipe) -> float:
+        if paper.task != "classification":  # the recipes of these tasks are short already
+            return 1.0
         return SMOKE_EPOCHS / paper.epochs if self.digits else self.share
+
+
+def _drawn(paper: Recipe, method: str, seed: int) -> Recipe:
+    """A recipe for a downstream task on a few drawn pictures."""
+    evolution = replace(paper.dyrep, interval=1, score="invariant", calibration_batches=2)
+    small = {**DRAWN[paper.name][2], "epochs": SMOKE_EPOCHS, "eval_every": SMOKE_EPOCHS}
+    return replace(paper, **small, method=method, seed=seed, dyrep=evolution)
 
 
 SCALES = {
@@ -66,6 +99,11 @@ SCALES = {
     for scale in (
         Scale("full", "as in the paper"),
         Scale("short", "a tenth of the paper's epochs, update intervals scaled with them", share=0.1),
-        Scale("smoke", f"{SMOKE_EPOCHS} epochs of digits on a small VGG; large networks are only counted", digits=True),
+        Scale(
+            "smoke",
+            f"{SMOKE_EPOCHS} epochs of digits on a small VGG, and of drawn pictures for detection and segmentation; "
+            "large networks are only counted",
+            digits=True,
+        ),
     )
 }

@@ -8,6 +8,9 @@ from typing import Any
 
 from dyrep.engine.recipes import recipe
 
+BACKBONE = "tiny-imagenet-resnet18"
+"""Recipe of the classifiers that downstream tasks go on from; ImageNet would take days."""
+
 
 @dataclass(frozen=True)
 class Training:
@@ -20,6 +23,7 @@ class Training:
         dyrep: settings of DyRep, where they differ.
         stop: for DyRep, the last epoch in which the structure changes; for ``"fixed"``, the epoch after which the
             structure was taken.
+        backbone: how the classifier was trained, by `BACKBONE`, from which a detector or segmentation network goes on.
     """
 
     recipe: str
@@ -27,6 +31,7 @@ class Training:
     settings: Mapping[str, Any] = field(default_factory=dict)
     dyrep: Mapping[str, Any] = field(default_factory=dict)
     stop: int | None = None
+    backbone: str = ""
 
     @property
     def key(self) -> str:
@@ -35,7 +40,8 @@ class Training:
         changes = {name: value for name, value in self.settings.items() if value != getattr(usual, name)}
         changes |= {name: value for name, value in self.dyrep.items() if value != getattr(usual.dyrep, name)}
         words = [self.recipe, self.method, *(f"{name}={value}" for name, value in sorted(changes.items()))]
-        return "-".join(words + ([] if self.stop is None else [f"at{self.stop}"]))
+        words += [] if self.stop is None else [f"at{self.stop}"]
+        return "-".join(words + ([f"from-{self.backbone}"] if self.backbone else []))
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Row:
         model: network to count, and to time where the table has speeds; that of the training if not given.
         group: what several lines have in common.
         why_not: why there is nothing to run.
+        tasks: further trainings that other columns are about.
     """
 
     label: str
@@ -57,6 +64,7 @@ class Row:
     model: str | None = None
     group: str = ""
     why_not: str = ""
+    tasks: Mapping[str, Training] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,8 @@ COLUMNS = {
     "cost": "training time",
     "speed": "images per second",
     "branches": "branches",
-    "mAP": "COCO mAP",
-    "mIoU": "Cityscapes mIoU",
+    "mAP": "mAP, %",
+    "mIoU": "mIoU, %",
 }
 """Columns and their titles. Multiply-adds (the paper says FLOPs) and parameters are averages over training, except in
 the table of inference speeds. The paper's training time is in GPU hours or days of a V100, ours in minutes."""

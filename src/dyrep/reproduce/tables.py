@@ -12,6 +12,7 @@ from dyrep.reproduce.studies import COLUMNS, Study
 
 _FORMS = {"accuracy": ".2f", "macs": ".0f", "parameters": ".1f", "cost": ".1f", "speed": ".0f", "branches": ".0f"}
 _UNITS = {"cost": " min"}
+METRICS = ("accuracy", "mAP", "mIoU")
 MISSING = "–"
 
 
@@ -21,7 +22,7 @@ def ours(column: str, outcome: Outcome) -> str:
     if not values:
         return MISSING
     form = _FORMS.get(column, ".2f") if max(values) >= 10 or column == "branches" else ".2f"
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 and column == "accuracy" else ""
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 and column in METRICS else ""
     return f"{statistics.mean(values):{form}}{spread}{_UNITS.get(column, '')}"
 
 
@@ -40,7 +41,8 @@ def lines(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:
 
 def _state(outcome: Outcome) -> str:
     if outcome.state == "done" and not outcome.reason:
-        return f"{len(outcome.runs)} seed{'s' if len(outcome.runs) > 1 else ''}"
+        seeds = max(map(len, outcome.figures.values()))
+        return f"{seeds} seed{'s' if seeds > 1 else ''}"
     return f"{outcome.state}: {outcome.reason}" if outcome.reason else outcome.state
 
 
