@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import downstream
+
 from dyrep.methods import method
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,6 +198,47 @@ def executions_table() -> str:
     return "\n".join(lines)
 
 
+def downstream_table() -> str:
+    path = ROOT / "results" / "downstream.json"
+    if not path.exists():
+        return "Not measured yet: `make downstream DATA=DIR` does it on a machine with a GPU."
+    data = json.loads(path.read_text())
+    heads = (
+        "row",
+        "Tiny-ImageNet, top-1 (%)",
+        "BCCD, mAP (%)",
+        "s per epoch",
+        "CamVid, mIoU (%)",
+        "s per epoch",
+        "seeds",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * (len(heads) - 1)]
+    for arm, (before, after) in downstream.ARMS.items():
+        own = [run for run in data["runs"] if run["arm"] == arm]
+        if not own:
+            continue
+        top = [run["accuracy"] for run in data["backbones"] if run["method"] == before]
+        cells = [arm, mean_and_spread(top)]
+        for task, metric in (("detection", "map"), ("segmentation", "miou")):
+            found = [run[metric] for run in own if run["task"] == task]
+            alone = [run["epoch_seconds"] for run in own if run["task"] == task and run["shared_by"] == 1]
+            seconds = data["epoch_seconds"].get(task, {}).get(after) or (statistics.mean(alone) if alone else None)
+            cells += [mean_and_spread(found), "not measured" if seconds is None else f"{seconds:.2f}"]
+        seeds = {len([run for run in own if run["task"] == task]) for task in ("detection", "segmentation")}
+        lines.append(f"| {' | '.join([*cells, ', '.join(map(str, sorted(seeds)))])} |")
+    epochs = {part: found[0] for part, found in data["config"]["epochs"].items()}
+    words = ", ".join(f"{count} epochs of {part}" for part, count in epochs.items())
+    versions = data["versions"]
+    about = f"{data['hardware']}; torch {versions['torch']}; {words}; `make downstream`, `results/downstream.json`"
+    return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd over seeds. {about})"])
+
+
+def mean_and_spread(values: list[float]) -> str:
+    if not values:
+        return "–"
+    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+
+
 def short(count: float) -> str:
     return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
@@ -209,6 +252,7 @@ TABLES = {
     ("docs/speed.md", "speed table"): speed_table,
     ("docs/speed.md", "profile table"): profile_table,
     ("docs/speed.md", "executions table"): executions_table,
+    ("docs/downstream.md", "downstream table"): downstream_table,
 }
 
 

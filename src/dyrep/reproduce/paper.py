@@ -187,7 +187,8 @@ STUDIES = {
                 _downstream("DyRep, C+D", "dyrep", "dyrep", 77.08, 38.1, 78.49),
             ),
             note="The paper's ResNet-50 is trained on ImageNet, COCO and Cityscapes, ours, a ResNet-18, on "
-            "Tiny-ImageNet (100 classes), BCCD and CamVid: compare rows, not figures. C: in classification, D: in the task.",
+            "Tiny-ImageNet (100 classes), BCCD and CamVid: compare rows, not figures. C is in classification, D in the "
+            "task.",
         ),
         Study(
             "dep",

@@ -19,7 +19,7 @@ def draw_scene(random: np.random.Generator, width: int, height: int) -> tuple[np
 
     Example:
         >>> pixels, labels, boxes = draw_scene(np.random.default_rng(0), 64, 48)
-        >>> pixels.shape, sorted(set(labels.flat.tolist())), [name for name, _ in boxes]
+        >>> pixels.shape, np.unique(labels).tolist(), [name for name, _ in boxes]
         ((48, 64, 3), [0, 1, 2], ['disc', 'square'])
     """
     pixels = random.integers(0, 60, (height, width, 3)).astype(np.uint8)
