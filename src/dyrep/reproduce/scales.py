@@ -22,7 +22,7 @@ DRAWN: dict[str, tuple[str, Callable[[Path], Path], dict[str, Any]]] = {
     "bccd-fasterrcnn": (
         "BCCD",
         write_box_scenes,
-        {"image_size": 48, "batch_size": 4, "lr": 0.005, "warmup_epochs": 0, "boxes_per_image": 16},
+        {"image_size": 48, "batch_size": 4, "lr": 0.005, "warmup_epochs": 0, "boxes_per_image": 8},
     ),
     "camvid-pspnet": (
         "CamVid",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,14 @@ class BoxFiles:
         boxes: of every image, float32 [n, 4]: left, top, right, bottom in pixels.
         labels: of every image, int64 [n], from 1 on; 0 is the background.
         crowd: of every image, bool [n]: regions that are neither learnt nor counted (COCO's crowds, VOC's difficult).
+        sizes: width and height of every image, as the annotations have it.
     """
 
     paths: tuple[str, ...]
     boxes: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
     crowd: tuple[Tensor, ...]
+    sizes: tuple[tuple[int, int], ...]
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -36,8 +38,8 @@ class BoxFiles:
     def take(self, places: Tensor) -> BoxFiles:
         """Some of the images."""
         chosen = places.tolist()
-        parts = (self.paths, self.boxes, self.labels, self.crowd)
-        return BoxFiles(*(tuple(part[place] for place in chosen) for part in parts))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return BoxFiles(**{name: tuple(part[place] for place in chosen) for name, part in values.items()})
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class BoxCollector:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._rows: list[tuple[str, Tensor, Tensor, Tensor]] = []
+        self._rows: list[tuple[str, Tensor, Tensor, Tensor, tuple[int, int]]] = []
         self.empty, self.example = 0, ""
 
     def add(
@@ -90,7 +92,7 @@ class BoxCollector:
             self.empty += int((~good).sum())
             self.example = self.example or path
         kept = torch.tensor(labels, dtype=torch.int64)[good], torch.tensor(crowd, dtype=torch.bool)[good]
-        self._rows.append((path, found[good], *kept))
+        self._rows.append((path, found[good], *kept, size))
 
     def split(self) -> BoxFiles:
         """All images so far.
@@ -100,8 +102,8 @@ class BoxCollector:
         """
         if not self._rows:
             raise DataError(f"{self._where} has no images")
-        paths, boxes, labels, crowd = zip(*self._rows, strict=True)
-        return BoxFiles(paths, boxes, labels, crowd)
+        paths, boxes, labels, crowd, sizes = zip(*self._rows, strict=True)
+        return BoxFiles(paths, boxes, labels, crowd, sizes)
 
 
 def emptied(collectors: Sequence[BoxCollector]) -> tuple[str, ...]:

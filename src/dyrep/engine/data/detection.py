@@ -160,7 +160,9 @@ def open_detection(
     }
 
     def evaluated(split: BoxFiles) -> BoxLoader:
-        return BoxLoader(split, batch_size=EVAL_BATCH * world, **shared)
+        # a detector fills images of a batch up to one size, and what it finds would depend on the others
+        count = EVAL_BATCH if len(set(split.sizes)) == 1 else 1
+        return BoxLoader(split, batch_size=count * world, **shared)
 
     train = BoxLoader(source.train, batch_size=batch_size, flip=flip, shuffle=True, **shared)
     return Data(

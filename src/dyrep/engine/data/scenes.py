@@ -9,7 +9,7 @@ import numpy as np
 from dyrep.engine.data.reading import needed
 
 CLASSES = ("disc", "square")
-COUNTS = {"train": 16, "val": 4, "test": 8}
+COUNTS = {"train": 8, "val": 2, "test": 4}
 _COLOURS = ((230, 40, 40), (40, 60, 230))
 Box = tuple[str, tuple[int, int, int, int]]
 
@@ -68,7 +68,7 @@ def write_mask_scenes(folder: Path, counts: dict[str, int] = COUNTS, size: tuple
     return folder
 
 
-def write_class_scenes(folder: Path, count: int = 16, side: int = 32) -> Path:
+def write_class_scenes(folder: Path, count: int = 8, side: int = 32) -> Path:
     """A data set for classification, a folder per class (``--dataset folder``): which thing is it?"""
     random = np.random.default_rng(0)
     for split in ("train", "val"):

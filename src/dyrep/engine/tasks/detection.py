@@ -17,7 +17,7 @@ from dyrep.engine.data.loader import Loader
 from dyrep.engine.precision import computing_in
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.resources import readers
-from dyrep.engine.tasks.measuring import mean_average_precision
+from dyrep.engine.tasks.measuring import FoundBoxes, mean_average_precision
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.errors import ConfigError
@@ -89,13 +89,16 @@ class Detection:
         self, model: nn.Module, loader: Loader, world: World, precision: torch.dtype, classes: tuple[str, ...]
     ) -> dict[str, float]:
         """COCO's average precisions in percent: mean over overlaps, at 50 % and 75 %, and of every class."""
-        measured = mean_average_precision().to(world.device)
+        measured = mean_average_precision()  # says what is missing before anything is computed
+        boxes = FoundBoxes(world)
         with evaluating(model):
             for raw in loader.batches(0):
                 images, targets = loader.prepare(raw)
                 with computing_in(precision, world.device):
                     found = model(images)
-                measured.update([_widened(prediction) for prediction in found], targets)
+                for prediction, target in zip(found, targets, strict=True):
+                    boxes.add(prediction, target)
+        measured.update(*boxes.everywhere())
         result = measured.compute()
         shares = {"map": result["map"], "map50": result["map_50"], "map75": result["map_75"]}
         for label, value in zip(result["classes"].reshape(-1), result["map_per_class"].reshape(-1), strict=True):
@@ -136,10 +139,6 @@ class Detection:
                 panels.append([truth, said])
         write_sheet(file, panels, ("annotated", "found, with a score of at least 0.5"), data.classes)
         return True
-
-
-def _widened(prediction: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value.float() if value.is_floating_point() else value for key, value in prediction.items()}
 
 
 def _nothing(device: torch.device | str) -> dict[str, Tensor]:

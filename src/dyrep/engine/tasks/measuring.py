@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from dyrep.engine.world import World
 from dyrep.errors import ConfigError
 
 BACKENDS = ("faster_coco_eval", "pycocotools")
@@ -24,7 +29,8 @@ def mean_average_precision() -> Any:
         True
     """
     metrics = _torchmetrics("detection", "mAP of detectors")
-    return metrics.MeanAveragePrecision(class_metrics=True, backend=coco_backend())
+    # torchmetrics gathers image by image, which goes wrong where ranks have different numbers of images
+    return metrics.MeanAveragePrecision(class_metrics=True, backend=coco_backend(), sync_on_compute=False)
 
 
 def coco_backend() -> str:
@@ -38,6 +44,57 @@ def coco_backend() -> str:
         packages = " or ".join(name.replace("_", "-") for name in BACKENDS)
         raise ConfigError(f"mAP of detectors needs {packages}, and neither is installed: {_INSTALL}")
     return backend
+
+
+class FoundBoxes:
+    """Boxes that were found and that are there, of the images of all ranks.
+
+    Args:
+        world: the processes that look at images, each at its own.
+
+    Example:
+        >>> found = FoundBoxes(World(torch.device("cpu")))
+        >>> box = {"boxes": torch.tensor([[0.0, 0.0, 8.0, 8.0]]), "labels": torch.tensor([1])}
+        >>> found.add({**box, "scores": torch.tensor([0.9])}, {**box, "iscrowd": torch.tensor([False])})
+        >>> predictions, targets = found.everywhere()
+        >>> predictions[0]["scores"].dtype, targets[0]["boxes"].tolist()
+        (torch.float32, [[0.0, 0.0, 8.0, 8.0]])
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._images = 0
+        self._rows = [torch.zeros(0, 9, dtype=torch.float64, device=world.device)]
+
+    def add(self, prediction: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        """Add an image: boxes with labels and scores, and boxes with labels, some of them crowds."""
+        place = self._world.rank + self._world.size * self._images
+        self._images += 1
+        for there, found, last in ((0, prediction, "scores"), (1, target, "iscrowd")):
+            parts = [found["boxes"], found["labels"][:, None], found[last][:, None]]
+            row = torch.cat([part.detach().to(self._rows[0]) for part in parts], 1)
+            about = torch.tensor([place, there, 0], dtype=torch.float64, device=row.device)
+            self._rows.append(torch.cat([about.expand(len(row), 3), row], 1))
+
+    def everywhere(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        """Predictions and targets of all images, as torchmetrics wants them; all ranks have to call this together."""
+        rows = torch.cat(self._rows)
+        counts = [int(count) for count in self._world.gather(torch.tensor([len(rows)], device=rows.device))]
+        padded = rows.new_zeros(max(counts), rows.shape[1])
+        padded[: len(rows)] = rows
+        parts = zip(self._world.gather(padded), counts, strict=True)
+        together = torch.cat([part[:count] for part, count in parts])
+        predictions, targets = [], []
+        for place in together[:, 0].unique().tolist():
+            own = together[together[:, 0] == place]
+            found, there = (own[own[:, 1] == kind] for kind in (0, 1))
+            predictions.append({**_boxes(found), "scores": found[:, 8].float()})
+            targets.append({**_boxes(there), "iscrowd": there[:, 8].long()})
+        return predictions, targets
+
+
+def _boxes(rows: Tensor) -> dict[str, Tensor]:
+    return {"boxes": rows[:, 3:7].float(), "labels": rows[:, 7].long()}
 
 
 def intersection_over_union(classes: int, ignored: int) -> Any:
