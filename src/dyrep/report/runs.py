@@ -76,11 +76,10 @@ class Run:
     @property
     def plain_macs(self) -> int | None:
         """Multiply-adds of the plain network, if known."""
-        told = [event.get("plain_macs") for event in self.updates]
-        if self.summary is not None:
-            told.append(self.summary.get("macs_plain"))
-        if self.method == "origin":
-            told += [row.get("macs") for row in self.rows[:1]]
+        # rows and summary are counted on the same image; updates count on a batch, whose images may have another shape
+        told = [] if self.summary is None else [self.summary.get("macs_plain")]
+        told += [row.get("macs") for row in self.rows[:1] if row.get("branches") == 0 or self.method == "origin"]
+        told += [event.get("plain_macs") for event in self.updates]
         return next((macs for macs in told if macs), None)
 
     @property

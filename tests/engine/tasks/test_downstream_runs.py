@@ -22,6 +22,7 @@ from dyrep.engine.setup import make_model
 from dyrep.engine.tasks import task_of
 from dyrep.errors import ConfigError
 from dyrep.models.backbones import backbone_of
+from dyrep.report.runs import read_run
 
 METRIC = {"detection": "map", "segmentation": "miou"}
 TITLE = {"detection": "mAP", "segmentation": "mIoU"}
@@ -134,6 +135,8 @@ def test_commands_work_on_such_runs(run, tmp_path, capsys):
     assert "passed" in capsys.readouterr().out
     main(["report", str(folder), "-o", str(tmp_path / "report.html")])
     page = (tmp_path / "report.html").read_text()
+    read = read_run(folder)
+    assert read.plain_macs == read.summary["macs_plain"] == read.rows[0]["macs"]
     assert f"{TITLE[task]} (test set, folded)" in page
     assert "data:image/png;base64," in page
     assert "Predictions" in page

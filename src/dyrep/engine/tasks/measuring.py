@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from dyrep.engine.world import World
 from dyrep.errors import ConfigError
 
 BACKENDS = ("faster_coco_eval", "pycocotools")
-"""What computes COCO's metrics for torchmetrics; the first that is installed is taken."""
+"""What computes COCO's metrics for torchmetrics; the first that can be imported is taken."""
 _INSTALL = 'pip install "dyrep[downstream]"'
 
 
@@ -39,11 +38,14 @@ def coco_backend() -> str:
     Raises:
         ConfigError: nothing that could is installed; the message names the extra.
     """
-    backend = next((name for name in BACKENDS if importlib.util.find_spec(name) is not None), None)
-    if backend is None:
-        packages = " or ".join(name.replace("_", "-") for name in BACKENDS)
-        raise ConfigError(f"mAP of detectors needs {packages}, and neither is installed: {_INSTALL}")
-    return backend
+    for backend in BACKENDS:
+        try:
+            importlib.import_module(backend)
+        except ImportError:  # it, or something that it needs
+            continue
+        return backend
+    packages = " or ".join(name.replace("_", "-") for name in BACKENDS)
+    raise ConfigError(f"mAP of detectors needs {packages}, and neither can be imported: {_INSTALL}")
 
 
 class FoundBoxes:
