@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torchvision.ops import FrozenBatchNorm2d
 
 import dyrep
 from downstream_data import detection_batch, randomise_norms_, write_models
+from dyrep.errors import ScoreNoiseWarning
 from dyrep.models import build_detector
 from dyrep.models.backbones import keep_still_, train_
 from dyrep.surgery.detectors import GRIDS, detector_outputs, is_detection
@@ -198,6 +201,20 @@ def test_frozen_stages_neither_grow_nor_move_and_the_optimizer_keeps_its_state()
     assert all(torch.equal(now[name], value) for name, value in still.items() if name.startswith("backbone.body"))
     branch = next(p for name, p in model.named_parameters() if name.startswith(f"{edit.layer}.branches."))
     assert "momentum_buffer" in optimizer.state[branch]
+
+
+@pytest.mark.parametrize("score", ["synflow", "snip", "grad_norm", "invariant"])
+def test_before_frozen_norms_every_score_means_something(tiny, score):
+    model = made(tiny, FrozenBatchNorm2d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(interval=1, score=score, relative_gamma=True))
+    steps(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScoreNoiseWarning)  # as synflow is where a batch norm follows
+        controller.epoch_end(BATCHES)
+    scores = controller.events[-1]["scores"]
+    assert set(scores) == {"backbone.0", "backbone.3", "backbone.6", "rpn.head.conv.0.0"}
+    assert all(math.isfinite(value) and value != 0 for value in scores.values())
 
 
 def test_costs_of_a_detector_do_not_depend_on_what_it_finds(tiny):
