@@ -27,8 +27,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from arms import paired
-
 from dyrep.engine.rundir import hardware, versions
 from dyrep.files import replacing
 
@@ -236,10 +234,22 @@ class Bench:
                 found = [run[task.metric] for run in runs if run["arm"] == arm]
                 spread = statistics.stdev(found) if len(found) > 1 else float("nan")
                 line = f"{name:14s}{arm:14s}{statistics.mean(found):.2f} ± {spread:.2f} %"
-                difference = paired(runs, task.metric, arm, "origin")
+                difference = against_origin(runs, task.metric, arm)
                 if difference is not None:
                     line += f"  {difference[0]:+.2f} ± {difference[1]:.2f} against origin (95 %)"
                 print(line)
+
+
+def against_origin(runs: list[dict[str, Any]], metric: str, arm: str) -> tuple[float, float] | None:
+    """Mean difference to the row origin over common seeds, and half the width of its 95 % confidence interval."""
+    from scipy import stats
+
+    ours, theirs = ({run["seed"]: run[metric] for run in runs if run["arm"] == name} for name in (arm, "origin"))
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if arm == "origin" or len(differences) < 2:
+        return None
+    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return statistics.mean(differences), float(reach)
 
 
 def _found(task: Task, summary: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
