@@ -57,7 +57,9 @@ def export_run(
             "there is no file for that here. dyrep deploy writes its folded weights, for torchvision's own ONNX export"
         )
     images = _test_images(run, state, data)
-    example = torch.zeros(1, state["channels"], state["size"], state["size"])
+    # of the size of the test images, which in segmentation are whole and not the squares that were trained on
+    shape = (state["channels"], state["size"], state["size"]) if images is None else images.shape[1:]
+    example = torch.zeros(1, *shape)
     reports = []
     for path in files:
         version = opset if path == onnx else None

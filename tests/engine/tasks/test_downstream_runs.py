@@ -154,6 +154,13 @@ def test_a_detector_is_not_exported_and_says_why(whole, tmp_path, capsys):
     assert "is of a detector" in capsys.readouterr().err
 
 
+def test_a_segmentation_network_is_exported_for_whole_images(whole, tmp_path, capsys):
+    main(["export", str(whole["segmentation"]), "--pt2", str(tmp_path / "a.pt2")])
+    assert "test images cannot be read" not in capsys.readouterr().out
+    program = torch.export.load(tmp_path / "a.pt2").module()
+    assert program(torch.zeros(2, 3, 64, 64)).shape == (2, 3, 64, 64)
+
+
 def test_which_parts_may_grow_is_said_on_the_command_line(data, tmp_path, capsys):
     words = ["train", "bccd-fasterrcnn", "--model", "tiny_models:detector", "--image-size", "None", "--batch-size", "2"]
     words += ["--epochs", "3", "--interval", "1", "--device", "cpu", "--data", str(data(MAKERS["detection"]()))]
