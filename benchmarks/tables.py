@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from arms import STUDIES
+
 from dyrep.methods import method
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -184,12 +186,12 @@ def profile_table() -> str:
 def executions_table() -> str:
     data = json.loads((ROOT / "results" / "executions.json").read_text())
     lines = ["| VGG-16, CIFAR-10, 40 epochs | test accuracy, folded (%) | seeds | s per epoch |", "|---|---|---|---|"]
-    for arm in data["config"]["flags"]:
-        found = [run["test_accuracy"] for run in data["runs"] if run["arm"] == arm]
+    for arm, flags in STUDIES["executions"].arms.items():
+        found = [run["test_accuracy"] for run in data["runs"] if run["flags"] == flags]
         if found:
             spread = statistics.stdev(found) if len(found) > 1 else float("nan")
             each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
-            seconds = f"{data['epoch_seconds'][arm]:.2f}" if arm in data["epoch_seconds"] else "not measured"
+            seconds = f"{data['epoch_seconds'][flags]:.2f}" if flags in data["epoch_seconds"] else "not measured"
             lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds} |")
     versions = data["versions"]
     lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
