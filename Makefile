@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint pictures drift loop methods digits speed executions clean
+.PHONY: demo test test-slow lint pictures drift loop methods digits speed executions noise clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -55,6 +55,10 @@ speed: .venv/.installed   # the tables of times in docs/speed.md; needs a GPU
 
 executions: .venv/.installed   # the table of accuracies in docs/speed.md; needs a GPU and CIFAR-10 in DATA
 	$(BIN)/python benchmarks/arms.py executions --data $(DATA) --out results/executions.json
+	$(BIN)/python benchmarks/tables.py
+
+noise: .venv/.installed   # the table of scores in docs/results.md; needs CIFAR-10 in DATA
+	$(BIN)/python benchmarks/noise.py --data $(DATA) --steps 40 --batches 4 --out results/noise.json
 	$(BIN)/python benchmarks/tables.py
 
 clean:

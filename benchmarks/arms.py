@@ -14,9 +14,9 @@ over at least five paired seeds becomes the default if the 95 % confidence inter
 present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and
 the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds
 over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
-those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain network,
-DBB, seven branches from the start) are there to compare with. The studies are run in the order scores, norms, cuts,
-limits, folding, each with what the ones before have chosen (`CHOSEN`).
+those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain
+network, DBB, seven branches from the start) are there to compare with. The studies are run in the order scores, gammas,
+norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
 """
 
 from __future__ import annotations
@@ -73,9 +73,10 @@ BLOCKS = "--method dbb7 --replace conv"
 # The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows by 50 M multiply-adds with
 # every update, to more than seven times the plain one's; with one, choices are compared at equal cost.
 DYREP = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1"
-CHOSEN = {"score": "synflow", "norm": "none", "cut": ""}
+CHOSEN = {"score": "synflow", "gamma": "", "norm": "none", "cut": ""}
 SCORED = f"{DYREP} --score {CHOSEN['score']}"
-NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}"
+NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
+CUT = f"{NORMED}{CHOSEN['cut']}"
 COMPETITORS = {"origin": "--method origin", "DBB": "--method dbb", "seven branches": BLOCKS}
 STUDIES = {
     "executions": Study(
@@ -102,11 +103,21 @@ STUDIES = {
         },
         "synflow",
     ),
+    "gammas": Study(
+        {
+            "0.01": f"{SCORED} --origin-norm none",
+            "0.1": f"{SCORED} --origin-norm none --gamma 0.1",
+            "0.01 of the origin's σ": f"{SCORED} --origin-norm none --relative-gamma",
+            "0.1 of the origin's σ": f"{SCORED} --origin-norm none --relative-gamma --gamma 0.1",
+            "the origin's σ": f"{SCORED} --origin-norm none --relative-gamma --gamma 1",
+        },
+        "0.01",
+    ),
     "norms": Study(
         {
-            "none": f"{SCORED} --origin-norm none",
-            "calibrated": f"{SCORED} --origin-norm calibrated",
-            "reference": f"{SCORED} --origin-norm reference",
+            "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
+            "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
+            "reference": f"{SCORED} --origin-norm reference{CHOSEN['gamma']}",
             **COMPETITORS,
         },
         "none",
@@ -116,21 +127,22 @@ STUDIES = {
             "paper": NORMED,
             "never": f"{NORMED} --cut none",
             "paper, λ = 0.002": f"{NORMED} --cut-threshold 0.002",
-            "relative γ": f"{NORMED} --relative-gamma",
         },
         "paper",
     ),
     "limits": Study(
         {
-            "1.5 × plain": f"{NORMED}{CHOSEN['cut']}",
-            "1.5 × plain, nested": f"{NORMED}{CHOSEN['cut']} --max-depth 3",
-            "2 × plain": f"{NORMED}{CHOSEN['cut']} --macs-limit 2",
-            "3 × plain": f"{NORMED}{CHOSEN['cut']} --macs-limit 3",
+            "1.5 × plain": CUT,
+            "1.5 × plain, nested": f"{CUT} --max-depth 3",
+            "2 × plain": f"{CUT} --macs-limit 2",
+            "3 × plain": f"{CUT} --macs-limit 3",
+            "no limit, nested": CUT.replace(" --macs-limit 1.5 --max-depth 1", ""),
         },
         "1.5 × plain",
+        usual=4,
     ),
     "folding": Study(
-        {"fused": f"{NORMED}{CHOSEN['cut']}", "folded": f"{NORMED}{CHOSEN['cut']} --execution folded"},
+        {"fused": CUT, "folded": f"{CUT} --execution folded"},
         "fused",
         timed=40,  # all of them: the structure grows
     ),
@@ -218,10 +230,11 @@ def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[st
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     summary = json.loads((out / "summary.json").read_text())
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = _lines(out / "metrics.jsonl")
     # the first epoch compiles and captures; a structure that changes makes the others differ, so they are averaged
     seconds = statistics.mean(row["train_seconds"] + row["update_seconds"] for row in rows[1:] or rows)
     print(f"{arm:32s} seed {seed}: {study.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
+    edits = [edit for event in _lines(out / "events.jsonl") for edit in event.get("edits", ())]
     found = {
         "flags": study.arms[arm],
         "seed": seed,
@@ -229,8 +242,14 @@ def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[st
         "fold_error": summary["fold_error"],
         "train_loss": rows[-1]["train_loss"],
         "epoch_seconds": seconds,
+        "expanded": [edit["layer"] for edit in edits if edit["kind"] == "expand"],
+        "cut": [[edit["layer"], *edit["branches"]] for edit in edits if edit["kind"] == "cut"],
     }
     return found | ({"mean_macs": summary["mean_macs"]} if "mean_macs" in summary else {})
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main(command: list[str] | None = None) -> None:

@@ -10,10 +10,11 @@ import json
 import re
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arms import STUDIES
+from arms import STUDIES, paired
 
 from dyrep.methods import method
 
@@ -198,6 +199,50 @@ def executions_table() -> str:
     return "\n".join(lines)
 
 
+def selection_table(name: str) -> str:
+    """What a study has found so far."""
+    data = json.loads((ROOT / "results" / "selection.json").read_text())
+    study, runs = STUDIES[name], data["runs"]
+    heads = ("", "accuracy on 5,000 images held out (%)", "seeds", "multiply-adds, average", "against the first (95 %)")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm, flags in study.arms.items():
+        own = [run for run in runs if run["flags"] == flags]
+        if not own:
+            continue
+        found = [run["val_accuracy"] for run in own]
+        accuracy = f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
+        difference = paired(runs, "val_accuracy", flags, study.arms[study.baseline])
+        against = "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
+        macs = short(statistics.mean(run["mean_macs"] for run in own))
+        lines.append(f"| {arm} | {accuracy} | {len(found)} | {macs} | {against} |")
+    versions = data["versions"]
+    command = f"python benchmarks/arms.py {name} --data DIR --out results/selection.json"
+    if len(lines) < 4:  # one arm alone says nothing
+        return f"Not run yet: `{command}`."
+    return "\n".join([*lines, "", f"({data['hardware']}; torch {versions['torch']}; `{command}`)"])
+
+
+def noise_table() -> str:
+    data = json.loads((ROOT / "results" / "noise.json").read_text())
+    heads = ("VGG-16, CIFAR-10", "score", "float32", "bfloat16 autocast", "other batches (float64)")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for network, found in data["networks"].items():
+        for metric in found["other_batches"]:
+            rows = [found[key][metric] for key in ("float32", "bfloat16 autocast", "other_batches")]
+            cells = [
+                f"{row['rank_correlation']:+.2f}{'' if row['same_choice'] else ', another choice'}" for row in rows
+            ]
+            lines.append(f"| {network} | {metric} | {' | '.join(cells)} |")
+            network = ""
+    ratios = "; ".join(
+        f"{network}: {found['synflow_to_snip']['median']:.0e}" for network, found in data["networks"].items()
+    )
+    lines += ["", f"|Σ g·θ| as a share of Σ |g·θ|, in the median layer, in float64: {ratios}."]
+    return "\n".join(
+        [*lines, "", f"({data['hardware']}; torch {data['versions']['torch']}; `make noise`, `results/noise.json`)"]
+    )
+
+
 def short(count: float) -> str:
     return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
@@ -211,6 +256,12 @@ TABLES = {
     ("docs/speed.md", "speed table"): speed_table,
     ("docs/speed.md", "profile table"): profile_table,
     ("docs/speed.md", "executions table"): executions_table,
+    ("docs/results.md", "noise table"): noise_table,
+    **{
+        ("docs/results.md", f"{name} table"): partial(selection_table, name)
+        for name in STUDIES
+        if STUDIES[name].chooses
+    },
 }
 
 
