@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint pictures drift loop methods digits speed executions downstream clean
+.PHONY: demo test test-slow lint pictures drift loop methods digits speed executions noise downstream clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -59,6 +59,10 @@ executions: .venv/.installed   # the table of accuracies in docs/speed.md; needs
 
 downstream: .venv/.installed   # the table in docs/downstream.md; needs a GPU and tiny-imagenet-100, BCCD, CamVid in DATA
 	$(BIN)/python benchmarks/downstream.py --data $(DATA) --workers 4 --out results/downstream.json
+	$(BIN)/python benchmarks/tables.py
+
+noise: .venv/.installed   # the table of scores in docs/results.md; needs CIFAR-10 in DATA
+	$(BIN)/python benchmarks/noise.py --data $(DATA) --steps 40 --batches 4 --out results/noise.json
 	$(BIN)/python benchmarks/tables.py
 
 clean:

@@ -1,19 +1,22 @@
 """Which choice pays? VGG-16 on CIFAR-10, several ways to train it against each other with the same seeds.
 
-``python benchmarks/arms.py STUDY --data FOLDER --out results/STUDY.json`` on a machine with a GPU. The file is written
-after every run, and runs that it holds already are not repeated. With ``--workers`` above 1 runs share the GPU; times
-per epoch are then measured afterwards, in short runs that have it alone.
+``python benchmarks/arms.py STUDY --data FOLDER --out FILE`` on a machine with a GPU. The file is written after every
+run, and runs that it holds already are not repeated, whichever study they were made for: a run is known by its flags.
+With ``--workers`` above 1 runs share the GPU (let NVIDIA's multi-process service run beside them).
 
-``executions`` asks whether it costs accuracy to fold blocks while training: seven branches everywhere from the start,
-each with a norm of its own, the batch norm after their sum kept. It looks at the test set, as nothing is chosen by it.
+``executions`` (``results/executions.json``) asks whether it costs accuracy to fold blocks while training: seven
+branches everywhere from the start, each with a norm of its own, the batch norm after their sum kept. It looks at the
+test set, as nothing is chosen by it.
 
-The others choose defaults. They train on 45,000 images and look at the 5,000 held out; the test set plays no part. The
-rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy over at least five paired
-seeds becomes the default if the 95 % confidence interval of its paired difference to the present default lies above
-zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth in mean time per epoch (updates
-included) and the interval of its difference reaches no lower than -0.1 points: then that one. Competitors (the plain
-network, DBB, seven branches from the start) are there to compare with. The studies are run in the order scores, norms,
-cuts, each with the defaults that the ones before have left.
+The others (``results/selection.json``) choose defaults. They train on 45,000 images and look at the 5,000 held out; the
+test set plays no part. The rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy
+over at least five paired seeds becomes the default if the 95 % confidence interval of its paired difference to the
+present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and
+the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds
+over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
+those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain
+network, DBB, seven branches from the start) are there to compare with. The studies are run in the order scores, gammas,
+norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
 """
 
 from __future__ import annotations
@@ -32,8 +35,6 @@ from typing import Any
 from dyrep.engine.rundir import hardware, versions
 from dyrep.files import replacing
 
-TIMED_EPOCHS = 3
-
 
 @dataclass(frozen=True)
 class Study:
@@ -44,12 +45,14 @@ class Study:
         baseline: the arm that others are compared with.
         usual: how many arms are run unless told otherwise.
         chooses: whether a default is chosen by it, on images held out.
+        timed: epochs of the runs, alone on the GPU, by which epochs are timed (0: they are not).
     """
 
     arms: dict[str, str]
     baseline: str
-    usual: int
+    usual: int = 6
     chooses: bool = True
+    timed: int = 0
 
     @property
     def flags(self) -> str:
@@ -67,7 +70,13 @@ class Study:
 
 
 BLOCKS = "--method dbb7 --replace conv"
-DYREP = "--method dyrep --interval 1"  # the paper's 15 of 600 epochs are one of 40
+# The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows by 50 M multiply-adds with
+# every update, to more than seven times the plain one's; with one, choices are compared at equal cost.
+DYREP = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1"
+CHOSEN = {"score": "synflow", "gamma": "", "norm": "none", "cut": ""}
+SCORED = f"{DYREP} --score {CHOSEN['score']}"
+NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
+CUT = f"{NORMED}{CHOSEN['cut']}"
 COMPETITORS = {"origin": "--method origin", "DBB": "--method dbb", "seven branches": BLOCKS}
 STUDIES = {
     "executions": Study(
@@ -81,38 +90,61 @@ STUDIES = {
         "fused",
         usual=3,
         chooses=False,
-    ),
-    "norms": Study(
-        {
-            "none": f"{DYREP} --origin-norm none",
-            "calibrated": f"{DYREP} --origin-norm calibrated",
-            "reference": f"{DYREP} --origin-norm reference",
-            **COMPETITORS,
-        },
-        "none",
-        usual=6,
+        timed=3,
     ),
     "scores": Study(
         {
-            "synflow": f"{DYREP} --score synflow",
-            "snip": f"{DYREP} --score snip",
-            "grad_norm": f"{DYREP} --score grad_norm",
-            "invariant": f"{DYREP} --score invariant",
-            "random": f"{DYREP} --score random",
-            "invariant per multiply-add": f"{DYREP} --score invariant --per-mac",
+            "synflow": f"{DYREP} --score synflow --origin-norm none",
+            "snip": f"{DYREP} --score snip --origin-norm none",
+            "grad_norm": f"{DYREP} --score grad_norm --origin-norm none",
+            "invariant": f"{DYREP} --score invariant --origin-norm none",
+            "random": f"{DYREP} --score random --origin-norm none",
+            "invariant per multiply-add": f"{DYREP} --score invariant --per-mac --origin-norm none",
         },
         "synflow",
-        usual=6,
+    ),
+    "gammas": Study(
+        {
+            "0.01": f"{SCORED} --origin-norm none",
+            "0.1": f"{SCORED} --origin-norm none --gamma 0.1",
+            "0.01 of the origin's σ": f"{SCORED} --origin-norm none --relative-gamma",
+            "0.1 of the origin's σ": f"{SCORED} --origin-norm none --relative-gamma --gamma 0.1",
+            "the origin's σ": f"{SCORED} --origin-norm none --relative-gamma --gamma 1",
+        },
+        "0.01",
+    ),
+    "norms": Study(
+        {
+            "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
+            "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
+            "reference": f"{SCORED} --origin-norm reference{CHOSEN['gamma']}",
+            **COMPETITORS,
+        },
+        "none",
     ),
     "cuts": Study(
         {
-            "paper": f"{DYREP}",
-            "never": f"{DYREP} --cut none",
-            "paper, λ = 0.002": f"{DYREP} --cut-threshold 0.002",
-            "relative γ": f"{DYREP} --relative-gamma",
+            "paper": NORMED,
+            "never": f"{NORMED} --cut none",
+            "paper, λ = 0.002": f"{NORMED} --cut-threshold 0.002",
         },
         "paper",
+    ),
+    "limits": Study(
+        {
+            "1.5 × plain": CUT,
+            "1.5 × plain, nested": f"{CUT} --max-depth 3",
+            "2 × plain": f"{CUT} --macs-limit 2",
+            "3 × plain": f"{CUT} --macs-limit 3",
+            "no limit, nested": CUT.replace(" --macs-limit 1.5 --max-depth 1", ""),
+        },
+        "1.5 × plain",
         usual=4,
+    ),
+    "folding": Study(
+        {"fused": CUT, "folded": f"{CUT} --execution folded"},
+        "fused",
+        timed=40,  # all of them: the structure grows
     ),
 }
 
@@ -130,24 +162,24 @@ class Results:
             else:
                 sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
 
-    def has(self, arm: str, seed: int) -> bool:
+    def has(self, flags: str, seed: int) -> bool:
         """Whether a run is there."""
-        return any((run["arm"], run["seed"]) == (arm, seed) for run in self._data["runs"])
+        return any((run["flags"], run["seed"]) == (flags, seed) for run in self._data["runs"])
 
     def add(self, run: dict[str, Any]) -> None:
         """Add a run."""
         with self._lock:
-            self._data["runs"] = sorted([*self._data["runs"], run], key=lambda run: (run["arm"], run["seed"]))
+            self._data["runs"] = sorted([*self._data["runs"], run], key=lambda run: (run["flags"], run["seed"]))
             self._save()
 
-    def set_time(self, arm: str, seconds: float) -> None:
+    def set_time(self, flags: str, seconds: float) -> None:
         """Note the time of an epoch alone on the GPU."""
-        self._data["epoch_seconds"][arm] = seconds
+        self._data["epoch_seconds"][flags] = seconds
         self._save()
 
-    def timed(self, arm: str) -> bool:
+    def timed(self, flags: str) -> bool:
         """Whether that time is there."""
-        return arm in self._data["epoch_seconds"]
+        return flags in self._data["epoch_seconds"]
 
     def _save(self) -> None:
         with replacing(self._path) as temporary:
@@ -156,26 +188,31 @@ class Results:
     def show(self, study: Study) -> None:
         """Print a line for every arm."""
         runs = self._data["runs"]
-        for arm in dict.fromkeys(run["arm"] for run in runs):
-            found = [run[study.metric] for run in runs if run["arm"] == arm]
+        for arm, flags in study.arms.items():
+            found = [run[study.metric] for run in runs if run["flags"] == flags]
+            if not found:
+                continue
             spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-            own = [run["epoch_seconds"] for run in runs if run["arm"] == arm and "epoch_seconds" in run]
-            seconds = self._data["epoch_seconds"].get(arm) or (statistics.mean(own) if own else float("nan"))
-            line = f"{arm:32s} {statistics.mean(found):.2f} ± {spread:.2f} %  {seconds:.2f} s per epoch"
-            difference = paired(runs, study.metric, arm, study.baseline)
+            line = f"{arm:32s} {statistics.mean(found):.2f} ± {spread:.2f} % ({len(found)})"
+            macs = [run["mean_macs"] for run in runs if run["flags"] == flags and "mean_macs" in run]
+            if macs:
+                line += f"  {statistics.mean(macs) / 1e6:.0f} M"
+            if self.timed(flags):
+                line += f"  {self._data['epoch_seconds'][flags]:.2f} s per epoch"
+            difference = paired(runs, study.metric, flags, study.arms[study.baseline])
             if difference is not None:
                 mean, reach = difference
                 line += f"  {mean:+.2f} ± {reach:.2f} against {study.baseline} (95 %)"
             print(line)
 
 
-def paired(runs: list[dict[str, Any]], metric: str, arm: str, baseline: str) -> tuple[float, float] | None:
+def paired(runs: list[dict[str, Any]], metric: str, flags: str, baseline: str) -> tuple[float, float] | None:
     """Mean difference to the baseline over common seeds, and half the width of its 95 % confidence interval."""
     from scipy import stats
 
-    ours, theirs = ({run["seed"]: run[metric] for run in runs if run["arm"] == name} for name in (arm, baseline))
+    ours, theirs = ({run["seed"]: run[metric] for run in runs if run["flags"] == name} for name in (flags, baseline))
     differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if arm == baseline or len(differences) < 2:
+    if flags == baseline or len(differences) < 2:
         return None
     reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
     return statistics.mean(differences), float(reach)
@@ -193,19 +230,26 @@ def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[st
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     summary = json.loads((out / "summary.json").read_text())
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = _lines(out / "metrics.jsonl")
     # the first epoch compiles and captures; a structure that changes makes the others differ, so they are averaged
     seconds = statistics.mean(row["train_seconds"] + row["update_seconds"] for row in rows[1:] or rows)
     print(f"{arm:32s} seed {seed}: {study.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
-    return {
-        "arm": arm,
+    edits = [edit for event in _lines(out / "events.jsonl") for edit in event.get("edits", ())]
+    found = {
+        "flags": study.arms[arm],
         "seed": seed,
         study.metric: study.accuracy(summary),
         "fold_error": summary["fold_error"],
         "train_loss": rows[-1]["train_loss"],
         "epoch_seconds": seconds,
-        **({"mean_macs": summary["mean_macs"]} if study.chooses else {}),
+        "expanded": [edit["layer"] for edit in edits if edit["kind"] == "expand"],
+        "cut": [[edit["layer"], *edit["branches"]] for edit in edits if edit["kind"] == "cut"],
     }
+    return found | ({"mean_macs": summary["mean_macs"]} if "mean_macs" in summary else {})
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main(command: list[str] | None = None) -> None:
@@ -224,15 +268,13 @@ def main(command: list[str] | None = None) -> None:
     study = STUDIES[given.study]
     given.runs = given.runs or Path("runs") / given.study
     given.seeds = given.seeds or (5 if study.chooses else 3)
-    if study.chooses and given.workers > 1:
-        parser.error("the rule needs times, which runs that share the GPU do not have: --workers 1")
     arms = given.arms or list(study.arms)[: study.usual]
     unknown = [arm for arm in arms if arm not in study.arms]
     if unknown:
         parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(study.arms)}")
-    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": study.arms}
+    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": study.flags}
     results = Results(given.out, config)
-    wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(arm, seed)]
+    wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(study.arms[arm], seed)]
     with ThreadPoolExecutor(given.workers) as pool:
         jobs = [pool.submit(train, study, arm, seed, given.epochs, given) for arm, seed in wanted]
         failed = []
@@ -245,9 +287,9 @@ def main(command: list[str] | None = None) -> None:
             if given.workers > 1:
                 del run["epoch_seconds"]
             results.add(run)
-    for arm in arms if not study.chooses else ():
-        if not results.timed(arm):
-            results.set_time(arm, train(study, arm, 0, TIMED_EPOCHS, given)["epoch_seconds"])
+    for arm in arms if study.timed else ():
+        if not results.timed(study.arms[arm]):
+            results.set_time(study.arms[arm], train(study, arm, 0, study.timed, given)["epoch_seconds"])
     results.show(study)
     if failed:
         sys.exit("\n".join(failed))

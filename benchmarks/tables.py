@@ -10,10 +10,12 @@ import json
 import re
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import downstream
+from arms import STUDIES, paired
 
 from dyrep.methods import method
 
@@ -186,12 +188,12 @@ def profile_table() -> str:
 def executions_table() -> str:
     data = json.loads((ROOT / "results" / "executions.json").read_text())
     lines = ["| VGG-16, CIFAR-10, 40 epochs | test accuracy, folded (%) | seeds | s per epoch |", "|---|---|---|---|"]
-    for arm in data["config"]["flags"]:
-        found = [run["test_accuracy"] for run in data["runs"] if run["arm"] == arm]
+    for arm, flags in STUDIES["executions"].arms.items():
+        found = [run["test_accuracy"] for run in data["runs"] if run["flags"] == flags]
         if found:
             spread = statistics.stdev(found) if len(found) > 1 else float("nan")
             each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
-            seconds = f"{data['epoch_seconds'][arm]:.2f}" if arm in data["epoch_seconds"] else "not measured"
+            seconds = f"{data['epoch_seconds'][flags]:.2f}" if flags in data["epoch_seconds"] else "not measured"
             lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds} |")
     versions = data["versions"]
     lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
@@ -239,6 +241,50 @@ def mean_and_spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
+def selection_table(name: str) -> str:
+    """What a study has found so far."""
+    data = json.loads((ROOT / "results" / "selection.json").read_text())
+    study, runs = STUDIES[name], data["runs"]
+    heads = ("", "accuracy on 5,000 images held out (%)", "seeds", "multiply-adds, average", "against the first (95 %)")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm, flags in study.arms.items():
+        own = [run for run in runs if run["flags"] == flags]
+        if not own:
+            continue
+        found = [run["val_accuracy"] for run in own]
+        accuracy = f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
+        difference = paired(runs, "val_accuracy", flags, study.arms[study.baseline])
+        against = "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
+        macs = short(statistics.mean(run["mean_macs"] for run in own))
+        lines.append(f"| {arm} | {accuracy} | {len(found)} | {macs} | {against} |")
+    versions = data["versions"]
+    command = f"python benchmarks/arms.py {name} --data DIR --out results/selection.json"
+    if len(lines) < 4:  # one arm alone says nothing
+        return f"Not run yet: `{command}`."
+    return "\n".join([*lines, "", f"({data['hardware']}; torch {versions['torch']}; `{command}`)"])
+
+
+def noise_table() -> str:
+    data = json.loads((ROOT / "results" / "noise.json").read_text())
+    heads = ("VGG-16, CIFAR-10", "score", "float32", "bfloat16 autocast", "other batches (float64)")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for network, found in data["networks"].items():
+        for metric in found["other_batches"]:
+            rows = [found[key][metric] for key in ("float32", "bfloat16 autocast", "other_batches")]
+            cells = [
+                f"{row['rank_correlation']:+.2f}{'' if row['same_choice'] else ', another choice'}" for row in rows
+            ]
+            lines.append(f"| {network} | {metric} | {' | '.join(cells)} |")
+            network = ""
+    ratios = "; ".join(
+        f"{network}: {found['synflow_to_snip']['median']:.0e}" for network, found in data["networks"].items()
+    )
+    lines += ["", f"|Σ g·θ| as a share of Σ |g·θ|, in the median layer, in float64: {ratios}."]
+    return "\n".join(
+        [*lines, "", f"({data['hardware']}; torch {data['versions']['torch']}; `make noise`, `results/noise.json`)"]
+    )
+
+
 def short(count: float) -> str:
     return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
@@ -253,6 +299,12 @@ TABLES = {
     ("docs/speed.md", "profile table"): profile_table,
     ("docs/speed.md", "executions table"): executions_table,
     ("docs/downstream.md", "downstream table"): downstream_table,
+    ("docs/results.md", "noise table"): noise_table,
+    **{
+        ("docs/results.md", f"{name} table"): partial(selection_table, name)
+        for name in STUDIES
+        if STUDIES[name].chooses
+    },
 }
 
 

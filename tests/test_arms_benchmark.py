@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
 
 RUNS = [
-    {"arm": arm, "seed": seed, "val_accuracy": accuracy}
+    {"flags": arm, "seed": seed, "val_accuracy": accuracy}
     for arm, found in {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}.items()
     for seed, accuracy in enumerate(found)
 ]
@@ -39,7 +39,7 @@ def trained(monkeypatch):
 
     def train(study, arm, seed, epochs, given):
         found.append((arm, seed, epochs))
-        return {"arm": arm, "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0}
+        return {"flags": study.arms[arm], "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0}
 
     monkeypatch.setattr(arms, "train", train)
     return found
@@ -56,7 +56,14 @@ def test_what_is_in_the_file_is_not_trained_again(trained, tmp_path, capsys):
 
 def test_executions_are_timed_alone_at_the_end(trained, tmp_path):
     arms.main(["executions", "--out", str(tmp_path / "found.json"), "--seeds", "1"])
-    assert trained[3:] == [(arm, 0, arms.TIMED_EPOCHS) for arm in ("plain", "fused", "folded")]
+    assert trained[3:] == [(arm, 0, 3) for arm in ("plain", "fused", "folded")]
+
+
+def test_studies_share_runs(trained, tmp_path):
+    out = tmp_path / "found.json"
+    arms.main(["scores", "--out", str(out), "--seeds", "1", "--arms", arms.CHOSEN["score"]])
+    arms.main(["norms", "--out", str(out), "--seeds", "1", "--arms", "none", "calibrated"])
+    assert trained == [(arms.CHOSEN["score"], 0, 40), ("calibrated", 0, 40)]
 
 
 def test_another_setup_is_refused(trained, tmp_path):
@@ -73,5 +80,5 @@ def test_every_arm_trains(name, tmp_path, capsys):
     words = ["--recipe", "digits", "--seeds", "1", "--more", more, "--out", str(tmp_path / "found.json")]
     arms.main([name, *words, "--runs", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
-    assert {run["arm"] for run in found["runs"]} == set(arms.STUDIES[name].arms)
+    assert {run["flags"] for run in found["runs"]} == set(arms.STUDIES[name].arms.values())
     assert all(run["mean_macs"] > 0 for run in found["runs"])

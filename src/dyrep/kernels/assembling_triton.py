@@ -41,18 +41,15 @@ def assemble_(
 def backward(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]) -> tuple[list[Tensor], Tensor]:
     """Gradients of the kernels and of their scales."""
     grads = [torch.empty_like(kernel) for kernel in kernels]
-    along = torch.empty_like(scales)
     inputs, taps = next_power_of_two(grad.shape[1]), next_power_of_two(grad.shape[2] * grad.shape[3])
-    facts = _facts(kernels, places, grad.shape)
-    for first in range(0, len(kernels), _SLOTS):  # nearly always once
-        parts = range(first, min(first + _SLOTS, len(kernels)))
-        chosen = [*parts, *([first] * (_SLOTS - len(parts)))]  # the surplus is not read
-        strides = [(*grads[j].stride()[:2], *_strides(grads[j], bool(places[3 * j + 2]))) for j in chosen]
-        _assemble_backward_kernel[(grad.shape[0], len(parts))](
-            grad, tuple(kernels[j] for j in chosen), tuple(grads[j] for j in chosen), scales[first], along[first],
-            grad.stride(), tuple(fact for j in chosen for fact in facts[j]),
-            tuple(stride for each in strides for stride in each), grad.shape[1],
-            grad.shape[2], grad.shape[3], _SLOTS, inputs, taps, num_warps=_warps(inputs * taps),
+    along = torch.empty_like(scales)
+    for j, (kernel, out, facts) in enumerate(zip(kernels, grads, _facts(kernels, places, grad.shape), strict=True)):
+        spread = bool(places[3 * j + 2])
+        own = taps if spread else next_power_of_two(kernel.shape[2] * kernel.shape[3])
+        _assemble_backward_kernel[(grad.shape[0],)](
+            grad, kernel, out, scales[j], along[j], grad.stride(), out.stride(), *facts[:6], grad.shape[1],
+            grad.shape[2], grad.shape[3], kernel.shape[2], kernel.shape[3], own, spread, inputs,
+            num_warps=_warps(inputs * own),
         )  # fmt: skip
     return grads, along
 
@@ -78,16 +75,11 @@ def _facts(kernels: list[Tensor], places: list[int], size: torch.Size) -> list[l
     for j, kernel in enumerate(kernels):
         top, left, spread = places[3 * j : 3 * j + 3]
         top, left = (0, 0) if spread else (top, left)
-        strides = (*kernel.stride()[:2], *_strides(kernel, bool(spread)))
+        strides = (kernel.stride(0), kernel.stride(1), *((0, 0) if spread else kernel.stride()[2:]))
         facts.append(
             [*strides, top, left, *(size[2:] if spread else kernel.shape[2:]), size[2:].numel() if spread else 1]
         )
     return facts
-
-
-def _strides(kernel: Tensor, spread: bool) -> tuple[int, int]:
-    """Of rows and columns: what is spread has one value for all of them."""
-    return (0, 0) if spread else (kernel.stride(2), kernel.stride(3))
 
 
 @triton.jit(do_not_specialize=["channels", "identity_tap", "count"])
@@ -118,33 +110,31 @@ def _assemble_kernel(
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["channels"])
+@triton.jit(do_not_specialize=["channels", "top", "left"])
 def _assemble_backward_kernel(
-    grad, kernels, outs, scales, along, strides, facts, out_strides, channels,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, INPUTS: tl.constexpr, TAPS: tl.constexpr,
+    grad, kernel, out, scales, along, strides, out_strides, w_output, w_input, w_row, w_column, top, left, channels,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAPS: tl.constexpr,
+    SPREAD: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one part and of its scale, in one output channel; all parts in one launch."""
+    """The gradient of one part and of its scale, in one output channel."""
     o = tl.program_id(0)
-    part = tl.program_id(1)
     i = tl.arange(0, INPUTS)[None, :]
     t = tl.arange(0, TAPS)[:, None]
-    row, column = t // WIDTH, t % WIDTH
-    inside = (i < channels) & (t < HEIGHT * WIDTH)
-    where = o * strides[0] + i * strides[1] + row * strides[2] + column * strides[3]
-    g = tl.load(grad + where, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(g, 0)[None, :] / (HEIGHT * WIDTH)
-    for j in tl.static_range(SLOTS):
-        if j == part:
-            r, c = row - facts[9 * j + 4], column - facts[9 * j + 5]
-            spread = facts[9 * j + 8] > 1  # over all taps: its gradient is the mean of theirs, and there is one
-            own = (r >= 0) & (r < facts[9 * j + 6]) & (c >= 0) & (c < facts[9 * j + 7])
-            valid = inside & own & ((t == 0) | (not spread))
-            value = tl.where(spread, mean, g)
-            at = o * facts[9 * j] + i * facts[9 * j + 1] + r * facts[9 * j + 2] + c * facts[9 * j + 3]
-            w = tl.load(kernels[j] + at, mask=valid, other=0.0).to(tl.float32)
-            to = o * out_strides[4 * j] + i * out_strides[4 * j + 1]
-            to += r * out_strides[4 * j + 2] + c * out_strides[4 * j + 3]
-            row_of = j * tl.num_programs(0) + o
-            tl.store(along + row_of, tl.sum(tl.sum(tl.where(valid, value * w, 0.0), 0), 0))
-            scale = tl.load(scales + row_of)
-            tl.store(outs[j] + to, (scale * value).to(outs[j].dtype.element_ty), mask=valid)
+    grad += o * strides[0]
+    if SPREAD:
+        mask = (t < HEIGHT * WIDTH) & (i < channels)
+        where = i * strides[1] + t // WIDTH * strides[2] + t % WIDTH * strides[3]
+        g = tl.sum(tl.load(grad + where, mask=mask, other=0.0).to(tl.float32), 0)[None, :] / (HEIGHT * WIDTH)
+        mask = i < channels
+        at = o * w_output + i * w_input
+        to = o * out_strides[0] + i * out_strides[1]
+    else:
+        mask = (t < ROWS * COLUMNS) & (i < channels)
+        row, column = t // COLUMNS, t % COLUMNS
+        where = i * strides[1] + (row + top) * strides[2] + (column + left) * strides[3]
+        g = tl.load(grad + where, mask=mask, other=0.0).to(tl.float32)
+        at = o * w_output + i * w_input + row * w_row + column * w_column
+        to = o * out_strides[0] + i * out_strides[1] + row * out_strides[2] + column * out_strides[3]
+    w = tl.load(kernel + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(along + o, tl.sum(tl.sum(g * w, 0), 0))
+    tl.store(out + to, (tl.load(scales + o) * g).to(out.dtype.element_ty), mask=mask)
