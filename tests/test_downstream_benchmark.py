@@ -14,6 +14,7 @@ from downstream_data import write_masks, write_voc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import downstream
+import tables
 
 
 @pytest.fixture
@@ -73,6 +74,16 @@ def test_another_setup_is_refused(trained, tmp_path):
     downstream.main(words)
     with pytest.raises(SystemExit, match="holds results of another setup"):
         downstream.main([*words, "--backbone-epochs", "9"])
+
+
+def test_the_table_of_the_documentation_is_made_from_the_file(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.downstream_table().startswith("Not measured yet")
+    words = ["--data", str(tmp_path), "--out", str(tmp_path / "results" / "downstream.json"), "--workers", "2"]
+    downstream.main([*words, "--seeds", "2"])
+    lines = tables.downstream_table().splitlines()
+    assert lines[2] == "| origin | 50.00 | 50.50 ± 0.71 | 2.33 | 50.50 ± 0.71 | 2.12 | 2 |"
+    assert [line.split(" | ")[0] for line in lines[3:7]] == ["| DBB-C", "| DyRep-C", "| DyRep-D", "| DyRep-C+D"]
 
 
 @pytest.mark.slow
