@@ -1,4 +1,5 @@
 import json
+from dataclasses import dataclass
 
 import pytest
 
@@ -64,7 +65,18 @@ def test_paper_preset_is_the_paper():
     assert (config.score, config.gamma, config.cut, config.cut_threshold) == ("synflow", 0.01, "paper", 0.02)
     assert (config.calibration_batches, config.top_k, config.max_depth, config.branches) == (20, 1, None, None)
     assert config.interval == 15
-    assert config == DyRepConfig(interval=15)
+
+
+@pytest.mark.parametrize("preset", ["paper", "reference"])
+def test_presets_do_not_follow_the_defaults(preset):
+    @dataclass(frozen=True)
+    class Other(DyRepConfig):
+        score: str = "snip"
+        relative_gamma: bool = True
+        macs_limit: float | None = 1.5
+
+    found = getattr(Other, preset)()
+    assert (found.score, found.relative_gamma, found.macs_limit) == ("synflow", False, None)
 
 
 def test_reference_preset_is_the_published_code():

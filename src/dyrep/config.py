@@ -15,6 +15,24 @@ from dyrep.surgery.calibration import CALIBRATION_BATCHES
 from dyrep.surgery.edits import ORIGIN_NORMS, check_growth
 
 UNITS = ("epoch", "step")
+PAPER: dict[str, Any] = {
+    "score": "synflow",
+    "score_every": 1,
+    "top_k": 1,
+    "branches": None,
+    "gamma": 0.01,
+    "relative_gamma": False,
+    "origin_norm": "none",
+    "width": 1,
+    "calibration_batches": 20,
+    "cut": "paper",
+    "cut_threshold": 0.02,
+    "max_depth": None,
+    "regrow": False,
+    "per_mac": False,
+    "macs_limit": None,
+}
+"""What the paper says, whatever the defaults are."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +103,19 @@ class DyRepConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> DyRepConfig:
-        """The paper's settings: synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no depth limit."""
-        return cls.from_dict(changes)
+        """The paper's settings: synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no limits.
+
+        Example:
+            >>> DyRepConfig.paper(interval=15).score
+            'synflow'
+        """
+        return cls.from_dict({**PAPER, **changes})
 
     @classmethod
     def reference(cls, **changes: Any) -> DyRepConfig:
         """The published code's choices: a fresh norm on the origin, its cut rule, nesting of at most two blocks."""
-        return cls.from_dict({"origin_norm": "reference", "cut": "reference", "max_depth": 2, **changes})
+        published = {"origin_norm": "reference", "cut": "reference", "max_depth": 2}
+        return cls.from_dict({**PAPER, **published, **changes})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DyRepConfig:
