@@ -96,7 +96,7 @@ def test_crowds_are_marked_and_empty_boxes_left_out(coco):
         ({"annotations": lambda found: found[0].update(bbox=None)}, r"annotations has an entry without a proper bbox"),
         (
             {"annotations": lambda found: found.append(None)},
-            r"annotations has an entry without a proper image_id: None",
+            r"annotations has .* a proper image_id: None",
         ),
         ({"categories": lambda found: found[0].pop("name")}, r"categories has an entry without a proper name"),
         ({"categories": lambda found: found.append("cat")}, r"categories has an entry without a proper id: 'cat'"),
@@ -134,7 +134,7 @@ def test_files_that_are_missing_or_something_else_are_named(coco, tmp_path):
     with pytest.raises(DataError, match="lacks images, annotations, categories"):
         read_coco(coco)
     (coco / "annotations" / "instances_val2017.json").write_text('{"images": {}, "annotations": [], "categories": []}')
-    with pytest.raises(DataError, match="expected images to be a list, found {}"):
+    with pytest.raises(DataError, match=r"expected images to be a list, found {}"):
         read_coco(coco)
     (coco / "annotations" / "instances_val2017.json").write_text("{")
     with pytest.raises(DataError, match=r"instances_val2017.json cannot be read"):

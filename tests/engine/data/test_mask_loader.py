@@ -138,7 +138,6 @@ def test_images_of_different_sizes_are_evaluated_one_by_one(varied):
 
 
 def test_what_is_kept_is_counted_as_it_is_filled_up(varied, monkeypatch):
-    # all images together take 2 / 3 of what they take filled up to the largest, 96x64
     filled = 4 * 96 * 64 * sum(COUNTS.values())
     for limit, kept in ((filled, True), (filled - 1, False)):
         monkeypatch.setattr(pictures, "RESIDENT_LIMIT", limit)
