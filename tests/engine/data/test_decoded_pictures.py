@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -63,6 +64,15 @@ def test_a_damaged_file_is_named(paths, tmp_path):
     (tmp_path / "3.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"3.png cannot be decoded"):
         Pictures(paths, resident=True)
+
+
+def test_grey_of_16_bits_is_brought_to_8(tmp_path):
+    path = str(tmp_path / "deep.png")
+    Image.fromarray(np.array([[0, 257, 32896, 65535]], np.uint16)).save(path)
+    assert read_picture(path)[0].tolist() == [[0, 1, 128, 255]]
+    Image.fromarray(np.array([[0, 70000]], np.int32)).save(tmp_path / "deeper.tif")
+    with pytest.raises(DataError, match=r"deeper.tif has grey values from 0 to 70000, expected 8 or 16 bits"):
+        read_picture(str(tmp_path / "deeper.tif"))
 
 
 def test_what_is_held_out_does_not_depend_on_a_seed():
