@@ -133,7 +133,7 @@ class BoxCollector:
             said, real = ("x".join(f"{side:g}" for side in sides) for sides in (row.stated, size))
             raise DataError(
                 f"{row.annotation}: the annotation says {said}, {row.path} is {real}: correct the annotation (its "
-                "boxes too, if they belong to another size), or turn the image if only its EXIF data say so"
+                "boxes too, if they belong to another size); an image that only its EXIF data turn must be saved so"
             )
         width, height = size
         boxes = row.boxes.clone()
