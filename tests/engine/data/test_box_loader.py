@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -107,6 +109,19 @@ def test_images_can_be_held_out_where_there_is_nothing_else_to_look_at(voc, tmp_
     for count, message in ((8, "cannot hold out 8 of 8"), (1.5, "must be 0, a share below 1, or a whole number")):
         with pytest.raises(ConfigError, match=message):
             divided(opened_source(coco), count)
+
+
+def test_what_is_held_out_has_boxes(tmp_path):
+    coco = write_coco(tmp_path)
+    path = coco / "annotations" / "instances_train2017.json"
+    held = opened(coco, "coco", val_split=1).val.paths[0]
+    content = json.loads(path.read_text())
+    number = next(image["id"] for image in content["images"] if held.endswith(image["file_name"]))
+    content["annotations"] = [found for found in content["annotations"] if found["image_id"] != number]
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="val_split=1: no image that is held out has a box: hold out another number"):
+        opened(coco, "coco", val_split=1)
+    assert opened(coco, "coco", val_split=2).val.examples == 2
 
 
 def opened_source(folder):

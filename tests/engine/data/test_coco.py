@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from downstream_data import CLASSES, COUNTS, write_coco
 from dyrep.engine.data.coco import read_coco
@@ -33,7 +34,10 @@ def test_categories_become_labels_without_gaps(coco):
 
 
 def test_images_without_boxes_stay(coco):
-    change(coco, "train", annotations=lambda found: found[:] if found.clear() else None)
+    def edit(annotations):
+        annotations[:] = [annotation for annotation in annotations if annotation["image_id"] != 0]
+
+    change(coco, "train", annotations=edit)
     source = read_coco(coco)
     assert len(source.train) == COUNTS["train"]
     assert source.train.boxes[0].shape == (0, 4)
@@ -75,6 +79,33 @@ def test_crowds_are_marked_and_empty_boxes_left_out(coco):
             {"images": lambda found: found[0].update(file_name="gone.jpg")},
             "'gone.jpg' of .* is missing: looked in",
         ),
+        ({"annotations": list.clear}, r"val2017.json: no image of the val split has a box that counts; crowds"),
+        (
+            {"annotations": lambda found: [annotation.update(iscrowd=1) for annotation in found]},
+            r"no image of the val split has a box that counts",
+        ),
+        (
+            {"images": lambda found: found[0].update(width=48, height=64)},
+            r"val2017.json, image 0: the annotation says 48x64, .*000000.png is 64x48: correct the annotation",
+        ),
+        ({"images": lambda found: found[1].update(id=0)}, r"val2017.json has two images with the id 0"),
+        ({"images": lambda found: found[0].pop("file_name")}, r"val2017.json: images has an entry .* proper file_name"),
+        ({"images": lambda found: found[0].update(width="64")}, r"val2017.json: image 0 has the size \('64', 48\)"),
+        ({"annotations": lambda found: found[0].update(bbox=list("1234"))}, r"val2017.json: annotation 0 has the box"),
+        ({"annotations": lambda found: found[0].update(bbox=[1, None, 2, 3])}, "annotation 0 has the box"),
+        ({"annotations": lambda found: found[0].update(bbox=None)}, r"annotations has an entry without a proper bbox"),
+        (
+            {"annotations": lambda found: found.append(None)},
+            r"annotations has .* a proper image_id: None",
+        ),
+        ({"categories": lambda found: found[0].pop("name")}, r"categories has an entry without a proper name"),
+        ({"categories": lambda found: found.append("cat")}, r"categories has an entry without a proper id: 'cat'"),
+        (
+            {"categories": lambda found: found[0].update(name="cat")},
+            r"category 3 is 'cat' in .*val2017.json and 'disc' in .*train2017.json",
+        ),
+        ({"categories": lambda found: found[1].update(id=3)}, r"val2017.json has two categories with the id 3"),
+        ({"categories": lambda found: found[1].update(name="disc")}, r"two categories with the name 'disc'"),
     ],
 )
 def test_what_is_wrong_is_named(coco, values, message):
@@ -83,9 +114,27 @@ def test_what_is_wrong_is_named(coco, values, message):
         read_coco(coco)
 
 
+def test_training_annotations_must_hold_a_box(coco):
+    change(coco, "train", annotations=list.clear)
+    with pytest.raises(DataError, match=r"train2017.json: no image of the train split has a box"):
+        read_coco(coco)
+
+
+@pytest.mark.parametrize("unknown", [0, None])
+def test_sizes_that_an_annotation_does_not_know_are_those_of_the_files(coco, unknown):
+    known = read_coco(coco).test
+    change(coco, "val", images=lambda found: [image.update(width=unknown, height=unknown) for image in found])
+    source = read_coco(coco)
+    assert source.test.sizes == known.sizes
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(source.test.boxes, known.boxes, strict=True))
+
+
 def test_files_that_are_missing_or_something_else_are_named(coco, tmp_path):
     (coco / "annotations" / "instances_val2017.json").write_text("[1]")
     with pytest.raises(DataError, match="lacks images, annotations, categories"):
+        read_coco(coco)
+    (coco / "annotations" / "instances_val2017.json").write_text('{"images": {}, "annotations": [], "categories": []}')
+    with pytest.raises(DataError, match=r"expected images to be a list, found {}"):
         read_coco(coco)
     (coco / "annotations" / "instances_val2017.json").write_text("{")
     with pytest.raises(DataError, match=r"instances_val2017.json cannot be read"):

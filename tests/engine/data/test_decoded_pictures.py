@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from dyrep.engine.data import pictures
-from dyrep.engine.data.pictures import Pictures, fits, held_out, read_picture
+from dyrep.engine.data.pictures import Pictures, fits, held_out, image_sizes, read_picture
 from dyrep.engine.data.splits import DataError
 from dyrep.errors import ConfigError
 
@@ -44,18 +45,34 @@ def test_only_what_is_kept_is_read_once(paths):
     assert len(read) == 7
 
 
-def test_they_are_kept_if_they_fit_or_if_that_is_asked_for(paths, monkeypatch):
-    assert fits(paths, None)
+def test_they_are_kept_if_they_fit_or_if_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(pictures, "RESIDENT_LIMIT", 100)
-    assert not fits(paths, None)
-    assert fits(paths, True)
-    assert not fits(paths, False)
+    assert fits(100, None)
+    assert not fits(101, None)
+    assert fits(101, True)
+    assert not fits(100, False)
+
+
+def test_sizes_are_width_and_height(paths, tmp_path):
+    assert image_sizes(paths) == [(4 + number, 3) for number in range(5)]
+    (tmp_path / "3.png").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"3.png cannot be read"):
+        image_sizes(paths)
 
 
 def test_a_damaged_file_is_named(paths, tmp_path):
     (tmp_path / "3.png").write_bytes(b"x")
     with pytest.raises(DataError, match=r"3.png cannot be decoded"):
         Pictures(paths, resident=True)
+
+
+def test_grey_of_16_bits_is_brought_to_8(tmp_path):
+    path = str(tmp_path / "deep.png")
+    Image.fromarray(np.array([[0, 257, 32896, 65535]], np.uint16)).save(path)
+    assert read_picture(path)[0].tolist() == [[0, 1, 128, 255]]
+    Image.fromarray(np.array([[0, 70000]], np.int32)).save(tmp_path / "deeper.tif")
+    with pytest.raises(DataError, match=r"deeper.tif has grey values from 0 to 70000, expected 8 or 16 bits"):
+        read_picture(str(tmp_path / "deeper.tif"))
 
 
 def test_what_is_held_out_does_not_depend_on_a_seed():

@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from downstream_data import COUNTS, write_masks
+from dyrep.engine.data import pictures
 from dyrep.engine.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from dyrep.engine.data.masks import IGNORED, read_masks
 from dyrep.engine.data.segmentation import MaskLoader, open_segmentation
@@ -134,6 +135,20 @@ def test_images_of_different_sizes_are_evaluated_one_by_one(varied):
             assert (labels[0, :height, :width].numpy() == known).all()
     with pytest.raises(DataError, match="differ in size, so there are no batches of whole images: give --crop resized"):
         opened(varied, crop=False, size=None)
+
+
+def test_what_is_kept_is_counted_as_it_is_filled_up(varied, monkeypatch):
+    filled = 4 * 96 * 64 * sum(COUNTS.values())
+    for limit, kept in ((filled, True), (filled - 1, False)):
+        monkeypatch.setattr(pictures, "RESIDENT_LIMIT", limit)
+        assert (len(next(iter(opened(varied).train.batches(0)))) == 2) == kept
+
+
+def test_images_are_the_same_inside_autocast(masks):
+    loader = opened(masks).train
+    plain = list(loader.calibration(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same(list(loader.calibration(0)), plain)
 
 
 def test_ranks_share_the_same_batches(masks):

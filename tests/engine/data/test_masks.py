@@ -7,8 +7,10 @@ import pytest
 from PIL import Image
 
 from downstream_data import COUNTS, write_masks
+from dyrep.cli.flags import parse_training
 from dyrep.engine.data.masks import read_labels, read_masks
 from dyrep.engine.data.splits import DataError
+from dyrep.engine.recipes import recipe
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -34,7 +36,79 @@ def test_names_of_classes_are_given_or_in_a_file_or_numbers(tmp_path):
     folder = write_masks(tmp_path)
     (folder / "classes.txt").write_text("ground\ndisc\nsquare\n")
     assert read_masks(folder).classes == ("ground", "disc", "square")
+    assert read_masks(folder, ("ground", "disc", "square")).classes == ("ground", "disc", "square")
+    (folder / "classes.txt").unlink()
     assert read_masks(folder, ("a", "b", "c")).classes == ("a", "b", "c")
+
+
+def test_names_that_are_not_those_of_the_file_are_refused(tmp_path):
+    folder = write_masks(tmp_path)
+    (folder / "classes.txt").write_text("ground\ndisc\nsquare\n")
+    camvid = recipe("camvid-pspnet")
+    with pytest.raises(
+        DataError, match=r"classes.txt has the classes ground, disc, square, and the recipe .* says sky"
+    ):
+        read_masks(folder, camvid.class_names, camvid.ignore_label)
+    # the remedy: flags that clear the recipe's names
+    chosen, _ = parse_training(["camvid-pspnet", "--class-names", "--ignore-label", "255"])
+    assert read_masks(folder, chosen.class_names, chosen.ignore_label).classes == ("ground", "disc", "square")
+    (folder / "classes.txt").write_text("\n".join([*camvid.class_names, "unlabelled"]))
+    assert read_masks(folder, camvid.class_names, 11).classes == camvid.class_names  # what is ignored may have a name
+    (folder / "classes.txt").write_bytes(b"stra\xdfe\n")
+    with pytest.raises(DataError, match=r"classes.txt cannot be read \(UnicodeDecodeError"):
+        read_masks(folder)
+
+
+def test_an_ignored_label_between_the_classes_is_no_class(tmp_path):
+    folder = write_masks(tmp_path, ignored=0)
+    source = read_masks(folder, ignore_label=0)
+    assert source.classes == ("1", "2")
+    assert read_masks(folder, ("ground", "disc", "square"), ignore_label=0).classes == ("disc", "square")
+    raw = np.asarray(Image.open(source.train.labels[0]))
+    assert (read_labels(source.train.labels[0], classes=2, ignore_label=0).numpy() == raw).all()
+    found = read_labels(source.train.labels[0], classes=2, ignore_label=1).numpy()
+    assert [int(found[raw == number].max()) for number in range(3)] == [1, 0, 2]
+    with pytest.raises(DataError, match=r"has the label 2, and there are 1 classes \(0 to 1\)"):
+        read_labels(source.train.labels[0], classes=1, ignore_label=0)
+
+
+def replaced(folder, numbers):
+    """Give labels other numbers in all maps."""
+    for path in folder.glob("*annot/*.png"):
+        Image.fromarray(np.array(numbers, np.uint8)[np.asarray(Image.open(path)).clip(max=3)]).save(path)
+
+
+@pytest.mark.parametrize("names", [(), ("ground", "thing")])
+def test_masks_of_one_class_are_refused_with_a_remedy_that_works(tmp_path, names):
+    folder = write_masks(tmp_path)
+    replaced(folder, [0, 255, 255, 255])
+    message = r"hold one class only \(0\) and the ignored label 255: nothing .* if 255 is a class, write it as 1 in the"
+    with pytest.raises(DataError, match=message):
+        read_masks(folder, names)
+    replaced(folder, [0, 1, 1, 1])
+    assert len(read_masks(folder, names).classes) == 2
+    message = (
+        r"hold one class only \(1\) and the ignored label 0: .* if 0 is a class, give another --ignore-label, say 255"
+    )
+    with pytest.raises(DataError, match=message):
+        read_masks(folder, names, ignore_label=0)
+    replaced(folder, [0, 0, 0, 0])
+    with pytest.raises(DataError, match=r"hold one class only \(0\): nothing to tell apart$"):
+        read_masks(folder, names)
+
+
+def test_lists_from_elsewhere_are_followed_by_the_ends_of_their_paths(tmp_path):
+    folder = write_masks(tmp_path)
+    known = read_masks(folder)
+    lines = (folder / "train.txt").read_text().split()
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    (folder / "train.txt").write_text(
+        "\n".join(f"/SegNet/CamVid/{image} /SegNet/CamVid/{label}" for image, label in pairs)
+    )
+    assert read_masks(folder).train == known.train
+    (folder / "train.txt").write_text("/SegNet/CamVid/train/99.png /SegNet/CamVid/trainannot/0.png")
+    with pytest.raises(DataError, match=r"train.txt, line 1: /SegNet/CamVid/train/99.png is missing"):
+        read_masks(folder)
 
 
 def test_labels_are_shifted_so_that_zero_does_not_count(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -60,6 +62,22 @@ def test_empty_boxes_are_left_out_and_counted_and_others_clipped(voc):
     assert source.train.labels[0].tolist() == [2]
 
 
+@pytest.mark.parametrize("stated", ["<width>0</width><height>0</height>", "<depth>3</depth>", ""])
+def test_sizes_that_an_annotation_does_not_know_are_those_of_the_files(voc, stated):
+    known = read_voc(voc).test
+    path = voc / "Annotations" / "test_1.xml"
+    path.write_text(re.sub("<size>.*</size>", f"<size>{stated}</size>" if stated else "", path.read_text()))
+    source = read_voc(voc)
+    assert source.notes == ()
+    assert source.test.sizes == known.sizes
+    assert torch.equal(source.test.boxes[1], known.boxes[1])
+
+
+def test_endings_of_images_may_be_in_capitals(voc):
+    (voc / "JPEGImages" / "val_0.jpg").rename(voc / "JPEGImages" / "val_0.JPG")
+    assert read_voc(voc).val.paths[0].endswith("val_0.JPG")
+
+
 def test_objects_that_are_difficult_are_marked(voc):
     (voc / "Annotations" / "val_0.xml").write_text(annotation((64, 48), [("disc", [1, 1, 9, 9])], difficult=1))
     assert read_voc(voc).val.crowd[0].tolist() == [True]
@@ -80,13 +98,27 @@ def test_objects_that_are_difficult_are_marked(voc):
         ),
         (
             lambda voc: (voc / "Annotations" / "val_1.xml").write_text(annotation((9, 9), [("disc", ["x", 1, 2, 2])])),
-            r"'val_1' has bndbox/xmin='x', which is not a number",
+            r"Annotations/val_1.xml has bndbox/xmin='x', which is not a number",
+        ),
+        (
+            lambda voc: (voc / "Annotations" / "val_1.xml").write_text(annotation((56, 72), [("disc", [1, 1, 9, 9])])),
+            r"val_1.xml: the annotation says 56x72, .*val_1.jpg is 72x56: correct the annotation",
+        ),
+        (
+            lambda voc: (voc / "Annotations" / "val_1.xml").write_text("<annotation><object/></annotation>"),
+            r"val_1.xml: an object lacks name",
+        ),
+        (
+            lambda voc: (voc / "ImageSets" / "Main" / "val.txt").write_text("empty\n"),
+            r"val.txt: no image of the val split has a box that counts \(boxes without area: 1\)",
         ),
         (lambda voc: (voc / "ImageSets" / "Main" / "train.txt").unlink(), r"has no train.txt: expected JPEGImages"),
         (lambda voc: (voc / "ImageSets" / "Main" / "train.txt").write_text(""), r"no image of it has a box"),
     ],
 )
 def test_what_is_wrong_is_named(voc, spoil, message):
+    (voc / "Annotations" / "empty.xml").write_text(annotation((64, 48), [("disc", [5, 5, 5, 5])]))
+    (voc / "JPEGImages" / "empty.jpg").write_bytes((voc / "JPEGImages" / "val_0.jpg").read_bytes())
     spoil(voc)
     with pytest.raises(DataError, match=message):
         read_voc(voc)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyrep.engine.data.pictures import held_out
+from dyrep.engine.data.pictures import held_out, image_sizes
 from dyrep.engine.data.splits import DataError
 from dyrep.errors import ConfigError
 
@@ -23,7 +23,7 @@ class BoxFiles:
         boxes: of every image, float32 [n, 4]: left, top, right, bottom in pixels.
         labels: of every image, int64 [n], from 1 on; 0 is the background.
         crowd: of every image, bool [n]: regions that are neither learnt nor counted (COCO's crowds, VOC's difficult).
-        sizes: width and height of every image, as the annotations have it.
+        sizes: width and height of every image file.
     """
 
     paths: tuple[str, ...]
@@ -65,6 +65,7 @@ class BoxCollector:
     """Puts a split together, image by image, leaving out boxes that have no area inside their image.
 
     Args:
+        name: of the split, for messages.
         where: what is read, for messages.
 
     Attributes:
@@ -72,38 +73,89 @@ class BoxCollector:
         example: one image with such a box.
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._rows: list[tuple[str, Tensor, Tensor, Tensor, tuple[int, int]]] = []
+    def __init__(self, name: str, where: str) -> None:
+        self._name, self._where = name, where
+        self._rows: list[_Row] = []
         self.empty, self.example = 0, ""
 
     def add(
-        self, path: str, size: tuple[int, int], boxes: Sequence[Sequence[float]], labels: Sequence[int], crowd: Any
+        self,
+        path: str,
+        annotation: str,
+        stated: tuple[float, float],
+        boxes: Sequence[Sequence[float]],
+        labels: Sequence[int],
+        crowd: Sequence[bool],
     ) -> None:
-        """Add an image of some width and height."""
+        """Add an image.
+
+        Args:
+            path: its file.
+            annotation: where its boxes are from, for messages.
+            stated: width and height by the annotation; 0 is one that it does not know.
+            boxes: left, top, right and bottom of each.
+            labels: of the boxes.
+            crowd: whether each is neither learnt nor counted.
+        """
         found = torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4)
         if not torch.isfinite(found).all():
-            raise DataError(f"{self._where}: a box of {path} has a coordinate that is not finite: {boxes}")
-        width, height = size
-        found[:, 0::2] = found[:, 0::2].clamp(0, width)
-        found[:, 1::2] = found[:, 1::2].clamp(0, height)
-        good = (found[:, 2:] > found[:, :2]).all(1)
-        if not good.all():
-            self.empty += int((~good).sum())
-            self.example = self.example or path
-        kept = torch.tensor(labels, dtype=torch.int64)[good], torch.tensor(crowd, dtype=torch.bool)[good]
-        self._rows.append((path, found[good], *kept, size))
+            raise DataError(f"{annotation}: a box of {path} has a coordinate that is not finite: {boxes}")
+        numbers = torch.tensor(labels, dtype=torch.int64), torch.tensor(crowd, dtype=torch.bool)
+        self._rows.append(_Row(path, annotation, stated, found, *numbers))
 
-    def split(self) -> BoxFiles:
-        """All images so far.
+    def split(self, workers: int = 4) -> BoxFiles:
+        """All images so far, boxes clipped to them.
+
+        Sizes are those of the files: boxes clipped by a wrong one of the annotation would be lost without a word.
+
+        Args:
+            workers: threads that look at the files.
 
         Raises:
-            DataError: there are none.
+            DataError: there are no images or no boxes, or an image is not there, or not of the size it should be.
         """
         if not self._rows:
             raise DataError(f"{self._where} has no images")
-        paths, boxes, labels, crowd, sizes = zip(*self._rows, strict=True)
-        return BoxFiles(paths, boxes, labels, crowd, sizes)
+        sizes = image_sizes([row.path for row in self._rows], workers)
+        kept = [self._clipped(row, size) for row, size in zip(self._rows, sizes, strict=True)]
+        if not any((~crowd).any() for _, _, crowd in kept):
+            lost = f" (boxes without area: {self.empty})" if self.empty else ""
+            raise DataError(
+                f"{self._where}: no image of the {self._name} split has a box that counts{lost}; crowds and difficult "
+                "objects do not"
+            )
+        boxes, labels, crowds = zip(*kept, strict=True)
+        return BoxFiles(tuple(row.path for row in self._rows), boxes, labels, crowds, tuple(sizes))
+
+    def _clipped(self, row: _Row, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Boxes with an area, their labels, and which are crowds."""
+        if any(said > 0 and said != side for said, side in zip(row.stated, size, strict=True)):
+            said, real = ("x".join(f"{side:g}" for side in sides) for sides in (row.stated, size))
+            raise DataError(
+                f"{row.annotation}: the annotation says {said}, {row.path} is {real}: correct the annotation (its "
+                "boxes too, if they belong to another size); an image that only its EXIF data turn must be saved so"
+            )
+        width, height = size
+        boxes = row.boxes.clone()
+        boxes[:, 0::2] = boxes[:, 0::2].clamp(0, width)
+        boxes[:, 1::2] = boxes[:, 1::2].clamp(0, height)
+        good = (boxes[:, 2:] > boxes[:, :2]).all(1)
+        if not good.all():
+            self.empty += int((~good).sum())
+            self.example = self.example or row.path
+        return boxes[good], row.labels[good], row.crowd[good]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An image as it was added."""
+
+    path: str
+    annotation: str
+    stated: tuple[float, float]
+    boxes: Tensor
+    labels: Tensor
+    crowd: Tensor
 
 
 def emptied(collectors: Sequence[BoxCollector]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from dyrep.engine.data.pictures import Pictures, fits
 from dyrep.engine.data.splits import DataError
 from dyrep.engine.data.voc import LAYOUT as VOC_LAYOUT
 from dyrep.engine.data.voc import read_voc
+from dyrep.errors import ConfigError
 
 READERS = {"voc": (read_voc, VOC_LAYOUT), "coco": (read_coco, COCO_LAYOUT)}
 EVAL_BATCH = 8
@@ -147,9 +148,12 @@ def open_detection(
     read, layout = READERS[dataset]
     if folder is None:
         raise DataError(f"the data set {dataset!r} needs its folder: give --data DIR, with {layout} in DIR")
-    source: BoxSource = divided(read(Path(folder)), val_split)
+    source: BoxSource = divided(read(Path(folder), workers), val_split)
     splits = [split for split in (source.train, source.val, source.test) if split is not None]
-    stays = fits([path for split in splits for path in split.paths], resident)
+    for name, split in (("left to train on", source.train), ("held out", source.val)):
+        if val_split and split is not None and all(crowd.all() for crowd in split.crowd):
+            raise ConfigError(f"val_split={val_split:g}: no image that is {name} has a box: hold out another number")
+    stays = fits(sum(3 * width * height for split in splits for width, height in split.sizes), resident)
     shared: dict[str, Any] = {
         "device": device,
         "seed": seed,

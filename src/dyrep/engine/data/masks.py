@@ -73,13 +73,16 @@ def read_masks(
 
     Args:
         folder: where it is, or its only subfolder with such a data set.
-        class_names: of labels 0, 1, ...; without them those in ``classes.txt``, a line each; without that file there
-            are as many classes as the training labels have numbers, and they are called by these.
-        ignore_label: the number that does not count.
+        class_names: of labels 0, 1, ..., the ignored one included if there are larger ones; without them those in
+            ``classes.txt``, a line each; without that file there are as many classes as the training labels have
+            numbers, and they are called by these.
+        ignore_label: the number that does not count. It is no class: its name, if it has one, is left out, and what
+            is above it moves down by one.
         jobs: threads that read label maps to count classes.
 
     Raises:
-        DataError: a file is missing, or there is nothing to train or test on.
+        DataError: a file is missing, there is nothing to train or test on, or only one class; or names are given that
+            are not those of ``classes.txt``.
     """
     root = _root(Path(folder))
     found = {split: _split(root, names) for split, names in _SPLITS.items()}
@@ -87,16 +90,15 @@ def read_masks(
     if train is None or (val is None and test is None):
         lacking = "train" if train is None else "val or test"
         raise DataError(f"{root} has no images for {lacking}: expected {LAYOUT}")
-    listed = root / "classes.txt"
-    if not class_names and listed.is_file():
-        class_names = tuple(line.strip() for line in listed.read_text(encoding="utf-8").split("\n") if line.strip())
-    if not class_names:
-        class_names = tuple(map(str, range(_count(train, ignore_label, jobs))))
-    if len(class_names) > MOST_CLASSES:
-        raise DataError(f"{root} has {len(class_names)} classes: at most {MOST_CLASSES} can be told apart")
+    names = _names(root, class_names, ignore_label)
+    if not names:
+        names = _without(tuple(map(str, range(_count(train, ignore_label, jobs)))), ignore_label)
+    if len(names) > MOST_CLASSES:
+        raise DataError(f"{root} has {len(names)} classes: at most {MOST_CLASSES} can be told apart")
+    _check_several(root, train, ignore_label)
     tested = val if test is None else test
     assert tested is not None
-    return MaskSource(train, None if test is None else val, tested, class_names)
+    return MaskSource(train, None if test is None else val, tested, names)
 
 
 def read_labels(path: str, classes: int, ignore_label: int) -> Tensor:
@@ -107,14 +109,61 @@ def read_labels(path: str, classes: int, ignore_label: int) -> Tensor:
     """
     labels = _numbers(path)
     counts = labels != ignore_label
-    if counts.any() and int(labels[counts].max()) >= classes:
+    numbers = classes + (ignore_label < classes)  # in the files, where the ignored one may stand between classes
+    if counts.any() and int(labels[counts].max()) >= numbers:
         wrong = int(labels[counts].max())
         raise DataError(
-            f"{path} has the label {wrong}, and there are {classes} classes (0 to {classes - 1}) and the label "
-            f"{ignore_label} that is ignored: give --class-names for all of them, or another --ignore-label"
+            f"{path} has the label {wrong}, and there are {classes} classes (0 to {numbers - 1}) and the label "
+            f"{ignore_label} that is ignored: give --class-names for all of them from 0 on, or another --ignore-label"
         )
-    shifted = np.where(counts, labels + 1, 0).astype(np.uint8)
+    shifted = np.where(counts, labels + (labels < ignore_label), 0).astype(np.uint8)
     return torch.from_numpy(shifted)
+
+
+def _names(root: Path, given: tuple[str, ...], ignore_label: int) -> tuple[str, ...]:
+    """Names of the classes as they are given or in a file; none if they are in neither.
+
+    Raises:
+        DataError: they differ, so that names of a recipe do not go to other data.
+    """
+    path = root / "classes.txt"
+    if not path.is_file():
+        return _without(given, ignore_label)
+    with reading(path):
+        lines = path.read_text(encoding="utf-8").split("\n")
+    listed = _without(tuple(line.strip() for line in lines if line.strip()), ignore_label)
+    if given and _without(given, ignore_label) != listed:
+        raise DataError(
+            f"{path} has the classes {', '.join(listed)}, and the recipe or --class-names says {', '.join(given)}: to "
+            "take those of the file, give --class-names with nothing behind it, and the data's own --ignore-label (now "
+            f"{ignore_label}); if the file is wrong, correct or remove it"
+        )
+    return listed
+
+
+def _without(names: tuple[str, ...], ignore_label: int) -> tuple[str, ...]:
+    return names[:ignore_label] + names[ignore_label + 1 :]
+
+
+def _check_several(root: Path, train: MaskFiles, ignore_label: int) -> None:
+    """Look at label maps until two classes have been seen, mostly in the first.
+
+    Raises:
+        DataError: that never happens.
+    """
+    seen: set[int] = set()
+    for path in train.labels:
+        seen.update(np.unique(_numbers(path)).tolist())
+        if len(seen - {ignore_label}) > 1:
+            return
+    held = f"one class only ({(seen - {ignore_label}).pop()})" if seen - {ignore_label} else "no class"
+    ignored, remedy = "", ""
+    if ignore_label in seen:
+        another = (
+            "write it as 1 in the files" if ignore_label >= MOST_CLASSES else "give another --ignore-label, say 255"
+        )
+        ignored, remedy = f" and the ignored label {ignore_label}", f"; if {ignore_label} is a class, {another}"
+    raise DataError(f"{root}: the label maps to train on hold {held}{ignored}: nothing to tell apart{remedy}")
 
 
 def _numbers(path: str) -> np.ndarray:
@@ -185,14 +234,24 @@ def _listed(root: Path, path: Path) -> MaskFiles:
             continue
         if len(words) != 2:
             raise DataError(f"{path}, line {number}: expected an image and its label map, found {line!r}")
-        for word in words:
-            if not (root / word).is_file():
+        found = [_found(root, word) for word in words]
+        for word, there in zip(words, found, strict=True):
+            if there is None:
                 raise DataError(f"{path}, line {number}: {root / word} is missing")
-        pairs.append((str(root / words[0]), str(root / words[1])))
+        pairs.append((str(found[0]), str(found[1])))
     if not pairs:
         raise DataError(f"{path} lists no images")
     images, labels = zip(*pairs, strict=True)
     return MaskFiles(images, labels)
+
+
+def _found(root: Path, word: str) -> Path | None:
+    """A file of a list; one that is elsewhere on the machine the list is from is looked for by the end of its path."""
+    if (root / word).is_file():
+        return root / word
+    parts = Path(word).parts[1:] if Path(word).is_absolute() else ()
+    tails = (root.joinpath(*parts[start:]) for start in range(len(parts)))
+    return next((path for path in tails if path.is_file()), None)
 
 
 def _matched(images: Path, labels: Path) -> MaskFiles:

@@ -14,7 +14,6 @@ from dyrep.engine.data.reading import decode, needed, reading
 from dyrep.errors import ConfigError
 
 RESIDENT_LIMIT = 4 * 2**30
-LOOKS = 64
 
 
 def read_picture(path: str) -> Tensor:
@@ -80,17 +79,26 @@ class Pictures:
                 yield [future.result().to(self._device) for future in waiting]
 
 
-def fits(paths: Sequence[str], resident: bool | None) -> bool:
-    """Whether images are kept in memory: if asked for, or if they take at most 4 GiB as far as a few of them tell."""
-    if resident is not None:
-        return resident
+def image_sizes(paths: Sequence[str], workers: int = 4) -> list[tuple[int, int]]:
+    """Width and height of images, by what their files say at the beginning: nothing is decoded.
+
+    Raises:
+        DataError: a file is not there or not an image.
+    """
     image_module = needed("PIL.Image", "pillow")
-    looked = paths[:: max(1, len(paths) // LOOKS)]
-    total = 0
-    for path in looked:
+
+    def look(path: str) -> tuple[int, int]:
         with reading(Path(path)), image_module.open(path) as image:
-            total += image.size[0] * image.size[1] * 3
-    return total / max(len(looked), 1) * len(paths) <= RESIDENT_LIMIT
+            width, height = image.size
+            return width, height
+
+    with ThreadPoolExecutor(max(workers, 1)) as pool:
+        return list(pool.map(look, paths))
+
+
+def fits(size: int, resident: bool | None) -> bool:
+    """Whether images of so many bytes are kept in memory: if asked for, or if they take at most 4 GiB."""
+    return size <= RESIDENT_LIMIT if resident is None else resident
 
 
 def held_out(count: int, total: int) -> tuple[Tensor, Tensor]:

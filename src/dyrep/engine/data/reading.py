@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from dyrep.engine.data.splits import DataError
 
 if TYPE_CHECKING:
@@ -66,9 +68,24 @@ def decode(path: str) -> Image:
     image_module = needed("PIL.Image", "pillow")
     try:
         with image_module.open(path) as image:
-            return image.convert("RGB")
+            return _eight_bits(image, path).convert("RGB")
+    except DataError:
+        raise
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise DataError(f"{path} cannot be decoded ({type(error).__name__}: {error})") from error
+
+
+def _eight_bits(image: Image, path: str) -> Image:
+    """An image whose values are at most 255: of larger ones in grey, Pillow would make white."""
+    if image.mode != "I" and not image.mode.startswith("I;16"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise DataError(
+            f"{path} has grey values from {values.min()} to {values.max()}, expected 8 or 16 bits: convert it"
+        )
+    scaled: Image = needed("PIL.Image", "pillow").fromarray(((values + 128) // 257).astype(np.uint8))
+    return scaled
 
 
 def fit(image: Image, resize: int, crop: int) -> Image:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from dyrep.engine.data.loader import Batch, Raw, Replay
 from dyrep.engine.data.masks import IGNORED, LAYOUT, MaskFiles, MaskSource, read_labels, read_masks
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.pictures import Pictures, fits, read_picture
-from dyrep.engine.data.reading import needed, reading
+from dyrep.engine.data.pictures import Pictures, fits, image_sizes, read_picture
 from dyrep.engine.data.splits import DataError
 from dyrep.errors import ConfigError
 
@@ -56,6 +54,7 @@ class MaskLoader:
         resident: whether images are kept decoded on the device.
         channels_last: memory layout of the images.
         workers: threads that decode.
+        sizes: height and width of every image, if they have been read already.
 
     Attributes:
         steps: batches per epoch on this rank.
@@ -81,6 +80,7 @@ class MaskLoader:
         resident: bool = True,
         channels_last: bool = False,
         workers: int = 4,
+        sizes: Tensor | None = None,
     ) -> None:
         self.paths, self._device = files.paths, torch.device(device)
         self._crop, self._scale, self._flip = (crop, scale, flip) if shuffle else (None, (1.0, 1.0), False)
@@ -89,7 +89,7 @@ class MaskLoader:
         labels = partial(read_labels, classes=classes, ignore_label=ignore_label)
         self._pictures = Pictures(files.paths, read_picture, resident=resident, workers=workers)
         self._maps = Pictures(files.labels, labels, resident=resident, workers=workers)
-        self._sizes = _sizes(files, workers)
+        self._sizes = _sizes(files, workers) if sizes is None else sizes
         self._differ = bool((self._sizes != self._sizes[0]).any())
         if self._differ and shuffle and crop is None:
             raise DataError(
@@ -100,8 +100,7 @@ class MaskLoader:
             batch_size = world  # one by one
         self._order = Order(len(files), batch_size, shuffle, rank, world)
         self.steps, self.examples = self._order.steps, self._order.examples
-        height, width = self._sizes.amax(0).tolist()
-        self._full = (_filled(height), _filled(width))
+        self._full = _filled_up(self._sizes)
         self._mean = 255 * torch.tensor(IMAGENET_MEAN, device=self._device)[:, None, None]
         self._scaling = 1 / (255 * torch.tensor(IMAGENET_STD, device=self._device)[:, None, None])
         self._kept: tuple[Tensor, Tensor] | None = None
@@ -241,6 +240,9 @@ def open_segmentation(
         raise ConfigError(f"image_size={size}: with crop=none images are taken as they are; leave it out")
     source: MaskSource = divided(read_masks(Path(folder), class_names, ignore_label, workers), val_split)
     splits = [split for split in (source.train, source.val, source.test) if split is not None]
+    sizes = {split: _sizes(split, workers) for split in splits}
+    # what is kept are colours and labels, filled up to the largest image of the split
+    kept = sum(4 * len(found) * math.prod(_filled_up(found)) for found in sizes.values())
     shared: dict[str, Any] = {
         "classes": len(source.classes),
         "ignore_label": ignore_label,
@@ -248,16 +250,17 @@ def open_segmentation(
         "seed": seed,
         "rank": rank,
         "world": world,
-        "resident": fits([path for split in splits for path in split.paths], resident),
+        "resident": fits(kept, resident),
         "channels_last": channels_last,
         "workers": workers,
     }
 
     def evaluated(split: MaskFiles) -> MaskLoader:
-        return MaskLoader(split, batch_size=EVAL_BATCH * world, **shared)
+        return MaskLoader(split, batch_size=EVAL_BATCH * world, sizes=sizes[split], **shared)
 
     cut = size if crop else None
-    train = MaskLoader(source.train, batch_size=batch_size, crop=cut, scale=scale, flip=flip, shuffle=True, **shared)
+    drawn: dict[str, Any] = {"crop": cut, "scale": scale, "flip": flip, "shuffle": True, "sizes": sizes[source.train]}
+    train = MaskLoader(source.train, batch_size=batch_size, **drawn, **shared)
     return Data(
         train=train,
         val=None if source.val is None else evaluated(source.val),
@@ -270,11 +273,16 @@ def open_segmentation(
 
 
 def _cut_out(images: Tensor, maps: Tensor, windows: Tensor, size: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Windows of images and of label maps; what is outside is the mean, and does not count."""
+    """Windows of images and of label maps; what is outside is the mean, and does not count.
+
+    Autocast would round where to look to the precision of training, and to calibrate is done inside autocast: images
+    would not be those that are trained on.
+    """
     height, width = (size, size) if isinstance(size, int) else size
-    grid = F.affine_grid(windows, [len(images), 3, height, width], align_corners=False)
-    images = F.grid_sample(images, grid, mode="bilinear", align_corners=False)
-    numbers = F.grid_sample(maps[:, None].float(), grid, mode="nearest", align_corners=False)
+    with torch.autocast(windows.device.type, enabled=False):
+        grid = F.affine_grid(windows, [len(images), 3, height, width], align_corners=False)
+        images = F.grid_sample(images, grid, mode="bilinear", align_corners=False)
+        numbers = F.grid_sample(maps[:, None].float(), grid, mode="nearest", align_corners=False)
     return images, numbers[:, 0].round()
 
 
@@ -284,19 +292,18 @@ def _sizes(files: MaskFiles, workers: int) -> Tensor:
     Raises:
         DataError: they are not.
     """
-    image_module = needed("PIL.Image", "pillow")
-
-    def look(path: str) -> tuple[int, int]:
-        with reading(Path(path)), image_module.open(path) as image:
-            return image.height, image.width
-
-    with ThreadPoolExecutor(max(workers, 1)) as pool:
-        images, maps = list(pool.map(look, files.paths)), list(pool.map(look, files.labels))
+    images, maps = image_sizes(files.paths, workers), image_sizes(files.labels, workers)
     for path, image, labels, found in zip(files.paths, images, files.labels, maps, strict=True):
         if image != found:
-            shapes = " and ".join(f"{width}x{height}" for height, width in (image, found))
+            shapes = " and ".join(f"{width}x{height}" for width, height in (image, found))
             raise DataError(f"{path} and its label map {labels} differ in size: {shapes}")
-    return torch.tensor(images)
+    return torch.tensor(images).flip(1)
+
+
+def _filled_up(sizes: Tensor) -> tuple[int, int]:
+    """Height and width that the images of a split are filled up to."""
+    height, width = sizes.amax(0).tolist()
+    return _filled(height), _filled(width)
 
 
 def _filled(side: int) -> int:

@@ -13,13 +13,17 @@ from dyrep.engine.data.splits import DataError
 LAYOUT = "JPEGImages/*.jpg, Annotations/*.xml and ImageSets/Main/{train,val,test}.txt"
 
 
-def read_voc(folder: Path) -> BoxSource:
+def read_voc(folder: Path, workers: int = 4) -> BoxSource:
     """Read the annotations of a data set in the layout of Pascal VOC.
 
     It is looked for in the folder, in its subfolders, and in VOCdevkit. Images are trained on if they are in
     ``train.txt`` (or ``trainval.txt``, if there is no ``train.txt``), looked at while training if in ``val.txt``, and
     tested on if in ``test.txt``; without the latter ``val.txt`` is what is tested on. Objects marked difficult are
     neither learnt nor counted.
+
+    Args:
+        folder: where it is.
+        workers: threads that look at the image files.
 
     Raises:
         DataError: something is missing or damaged; the message names the file.
@@ -36,11 +40,11 @@ def read_voc(folder: Path) -> BoxSource:
     used = [first, *(name for name in ("val", "test") if name in there and (first, name) != ("trainval", "val"))]
     classes = _class_names(root, there[first])
     labels = {name: label for label, name in enumerate(classes, 1)}
-    collectors = {name: BoxCollector(str(there[name])) for name in used}
+    collectors = {name: BoxCollector(name, str(there[name])) for name in used}
     for name, collector in collectors.items():
         for stem in _stems(there[name]):
             _add(collector, root, stem, labels)
-    splits = {name: collector.split() for name, collector in collectors.items()}
+    splits = {name: collector.split(workers) for name, collector in collectors.items()}
     return BoxSource(
         train=splits[first],
         val=splits.get("val") if "test" in splits else None,
@@ -69,18 +73,19 @@ def _stems(path: Path) -> list[str]:
 
 def _class_names(root: Path, split: Path) -> tuple[str, ...]:
     """Every class that there is something to learn about."""
-    found = {_text(thing, "name", stem) for stem in _stems(split) for thing in _objects(root, stem)}
+    read = ((_path(root, stem), _annotation(root, stem)) for stem in _stems(split))
+    found = {_text(thing, "name", path) for path, annotation in read for thing in annotation.findall("object")}
     if not found:
         raise DataError(f"{split}: no image of it has a box, so there is nothing to learn")
     return tuple(sorted(found))
 
 
-def _objects(root: Path, stem: str) -> list[ElementTree.Element]:
-    return _annotation(root, stem).findall("object")
+def _path(root: Path, stem: str) -> Path:
+    return root / "Annotations" / f"{stem}.xml"
 
 
 def _annotation(root: Path, stem: str) -> ElementTree.Element:
-    path = root / "Annotations" / f"{stem}.xml"
+    path = _path(root, stem)
     try:
         return ElementTree.fromstring(path.read_bytes())
     except OSError as error:
@@ -90,37 +95,47 @@ def _annotation(root: Path, stem: str) -> ElementTree.Element:
 
 
 def _add(collector: BoxCollector, root: Path, stem: str, classes: dict[str, int]) -> None:
-    annotation = _annotation(root, stem)
+    annotation, path = _annotation(root, stem), _path(root, stem)
     boxes, labels, difficult = [], [], []
     for thing in annotation.findall("object"):
-        name = _text(thing, "name", stem)
+        name = _text(thing, "name", path)
         if name not in classes:
-            raise DataError(f"{root / 'Annotations' / stem}.xml has a {name!r}, and no image to train on has one")
-        boxes.append([_number(thing, f"bndbox/{side}", stem) for side in ("xmin", "ymin", "xmax", "ymax")])
+            raise DataError(f"{path} has a {name!r}, and no image to train on has one")
+        boxes.append([_number(thing, f"bndbox/{side}", path) for side in ("xmin", "ymin", "xmax", "ymax")])
         labels.append(classes[name])
         difficult.append((thing.findtext("difficult") or "0").strip() == "1")
-    size = round(_number(annotation, "size/width", stem)), round(_number(annotation, "size/height", stem))
-    collector.add(str(_image(root, stem)), size, boxes, labels, difficult)
+    stated = _stated(annotation, "size/width", path), _stated(annotation, "size/height", path)
+    collector.add(str(_image(root, stem)), str(path), stated, boxes, labels, difficult)
 
 
 def _image(root: Path, stem: str) -> Path:
     for ending in EXTENSIONS:
-        path = root / "JPEGImages" / f"{stem}{ending}"
-        if path.is_file():
-            return path
+        for spelt in (ending, ending.upper()):
+            path = root / "JPEGImages" / f"{stem}{spelt}"
+            if path.is_file():
+                return path
     raise DataError(f"{root / 'JPEGImages' / stem}.jpg is missing: {stem!r} is in a list of ImageSets/Main")
 
 
-def _text(element: ElementTree.Element, path: str, stem: str) -> str:
-    found = element.findtext(path)
-    if found is None or not found.strip():
-        raise DataError(f"the annotation of {stem!r} lacks {path} in an object")
-    return found.strip()
+def _stated(annotation: ElementTree.Element, what: str, path: Path) -> float:
+    """A side of the image, or 0 if the annotation does not say."""
+    text = (annotation.findtext(what) or "").strip()
+    return _parsed(text, what, path) if text else 0.0
 
 
-def _number(element: ElementTree.Element, path: str, stem: str) -> float:
-    text = _text(element, path, stem)
+def _text(thing: ElementTree.Element, what: str, path: Path) -> str:
+    found = (thing.findtext(what) or "").strip()
+    if not found:
+        raise DataError(f"{path}: an object lacks {what}")
+    return found
+
+
+def _number(thing: ElementTree.Element, what: str, path: Path) -> float:
+    return _parsed(_text(thing, what, path), what, path)
+
+
+def _parsed(text: str, what: str, path: Path) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise DataError(f"the annotation of {stem!r} has {path}={text!r}, which is not a number") from error
+        raise DataError(f"{path} has {what}={text!r}, which is not a number") from error
