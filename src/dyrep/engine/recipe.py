@@ -69,7 +69,8 @@ class Recipe:
         resident: keep image files decoded on the device and augment them there (default: if they fit and the
             augmentation allows it). The other way draws other random numbers.
         ema: decay of a moving average of the weights, which is then what is evaluated (default: none).
-        precision: of convolutions and matrix products; "auto" is bf16 on a GPU that has it and fp32 on a CPU.
+        precision: of convolutions and matrix products; "auto" is bf16 on a GPU that has it and fp32 on a CPU. It holds
+            for the backbone of a detector; its heads, whose boxes would be off by pixels, are in fp32.
         sync_norms: batch norms over all GPUs together.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         weights: file with initial weights of the plain network, loaded strictly.

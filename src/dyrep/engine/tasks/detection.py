@@ -22,6 +22,7 @@ from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.errors import ConfigError
 from dyrep.models.backbones import keep_still_, train_
+from dyrep.surgery.detectors import heads_in_float32
 
 
 class Detection:
@@ -79,7 +80,7 @@ class Detection:
     def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
         """The sum of all losses that the detector gives."""
         images, targets = batch
-        with computing:
+        with computing, heads_in_float32(model):
             losses: dict[str, Tensor] = model(images, targets)
         total = torch.stack([loss.float() for loss in losses.values()]).sum()
         return Learnt(total, torch.zeros((), device=total.device))
@@ -94,7 +95,7 @@ class Detection:
         with evaluating(model):
             for raw in loader.batches(0):
                 images, targets = loader.prepare(raw)
-                with computing_in(precision, world.device):
+                with computing_in(precision, world.device), heads_in_float32(model):
                     found = model(images)
                 for prediction, target in zip(found, targets, strict=True):
                     boxes.add(prediction, target)
