@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -221,7 +222,8 @@ class Trainer:
         split = "test" if self.data.val is None else "val"
         found = self.score(split)
         metric = self.task.metric
-        if self.best is None or found[metric] > self.best[metric]:
+        # NaN, where a split has nothing to find, is no better than what comes after it
+        if self.best is None or found[metric] > self.best[metric] or math.isnan(self.best[metric]):
             weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
             place = {"epoch": epoch, "split": split, metric: found[metric]}
             self.best = {**self._description(), **place, "model": weights}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -89,23 +90,29 @@ class Detection:
     def evaluate(
         self, model: nn.Module, loader: Loader, world: World, precision: torch.dtype, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """COCO's average precisions in percent: mean over overlaps, at 50 % and 75 %, and of every class."""
+        """COCO's average precisions in percent: mean over overlaps, at 50 % and 75 %, and of every class that occurs.
+
+        If no image of the split has a box, there is no average precision: it is NaN.
+        """
         measured = mean_average_precision()  # says what is missing before anything is computed
         boxes = FoundBoxes(world)
         with evaluating(model):
             for raw in loader.batches(0):
                 images, targets = loader.prepare(raw)
                 with computing_in(precision, world.device), heads_in_float32(model):
-                    found = model(images)
-                for prediction, target in zip(found, targets, strict=True):
+                    said = model(images)
+                for prediction, target in zip(said, targets, strict=True):
                     boxes.add(prediction, target)
         measured.update(*boxes.everywhere())
         result = measured.compute()
-        shares = {"map": result["map"], "map50": result["map_50"], "map75": result["map_75"]}
-        for label, value in zip(result["classes"].reshape(-1), result["map_per_class"].reshape(-1), strict=True):
-            shares[f"ap_{classes[int(label) - 1]}"] = value
-        # torchmetrics says -1 where there is nothing to find
-        return {key: 100 * max(float(value), 0.0) for key, value in shares.items()}
+        # torchmetrics says -1 where there is nothing to find; without any box it leaves the classes out
+        found = {"map": result["map"], "map50": result["map_50"], "map75": result["map_75"]}
+        shares = {key: 100 * float(value) if value >= 0 else math.nan for key, value in found.items()}
+        each = result.get("map_per_class", torch.zeros(0)).reshape(-1)
+        for label, value in zip(result["classes"].reshape(-1), each, strict=True):
+            if value >= 0:
+                shares[f"ap_{classes[int(label) - 1]}"] = 100 * float(value)
+        return shares
 
     def example(self, *, channels: int, size: int, device: torch.device | str = "cpu") -> Any:
         """One black square without boxes."""
