@@ -75,7 +75,7 @@ def _train(
             reporter.message(f"the run in {run.path} is complete; give another --out to train again")
             return summary
     world.barrier()  # nobody writes before everybody has looked
-    trainer = Trainer(recipe, settings, world, run, reporter, stop)
+    trainer = Trainer(recipe, settings, world, run, reporter, stop, resuming=resuming)
     with run.locked() if world.is_main else nullcontext():
         if resuming:
             trainer.resume()
@@ -210,8 +210,8 @@ def load_run(path: Path, which: str = "last") -> tuple[nn.Module, dict[str, Any]
         The model, and the state it was made from (recipe, structure, epoch, shape of the data).
     """
     state = RunDirectory(path).model_state(which)
-    recipe = dataclasses.replace(Recipe.from_dict(state["recipe"]), weights=None, backbone=None)
-    model = make_model(recipe, classes=len(state["classes"]), channels=state["channels"], size=state["size"])
+    recipe, shape = Recipe.from_dict(state["recipe"]), {key: state[key] for key in ("channels", "size")}
+    model = make_model(recipe, classes=len(state["classes"]), **shape, initialised=False)
     restructure_(model, state["structure"], generator=torch.Generator())
     model.load_state_dict(state["model"])
     return model.eval(), state

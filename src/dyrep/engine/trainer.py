@@ -52,6 +52,7 @@ class Trainer:
         run: the folder of the run.
         reporter: tells a person what happens.
         stop: whether somebody wants the run to end.
+        resuming: whether `resume` follows, so that files with initial weights are not needed any more.
 
     Attributes:
         model: the bare model.
@@ -74,6 +75,8 @@ class Trainer:
         run: RunDirectory,
         reporter: Reporter,
         stop: StopRequest,
+        *,
+        resuming: bool = False,
     ) -> None:
         self.recipe, self.settings, self.world, self.run = recipe, settings, world, run
         self.epoch = self.step = 0
@@ -88,7 +91,7 @@ class Trainer:
         self.data = make_data(recipe, settings, world)
         seed_everything(recipe.seed, "weights")
         shape = {"channels": self.data.channels, "size": self.data.size}
-        self.model = make_model(recipe, classes=len(self.data.classes), **shape)
+        self.model = make_model(recipe, classes=len(self.data.classes), **shape, initialised=not resuming)
         self.task.train_(self.model)  # frozen norms are in eval mode from the start
         self.converted = convert_model_(self.model, recipe, self.task.example(**shape, device="cpu"))
         if recipe.sync_norms:
