@@ -16,13 +16,14 @@ from dyrep.engine.data import Data
 from dyrep.engine.data.detection import open_detection
 from dyrep.engine.data.loader import Loader
 from dyrep.engine.precision import computing_in
-from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.recipe import BOXES_PER_IMAGE, Recipe, RunSettings
 from dyrep.engine.resources import readers
 from dyrep.engine.tasks.measuring import FoundBoxes, mean_average_precision
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.errors import ConfigError
 from dyrep.models.backbones import keep_still_, train_
+from dyrep.models.detection import set_boxes_per_image_, set_image_size_
 from dyrep.surgery.detectors import heads_in_float32
 
 
@@ -71,6 +72,10 @@ class Detection:
         else:
             check_name(recipe.model, models.DETECTORS)
             model = models.build(recipe.model, num_classes=classes + 1, in_channels=channels)
+            if recipe.image_size is not None:
+                set_image_size_(model, recipe.image_size)
+            if recipe.boxes_per_image != BOXES_PER_IMAGE:  # otherwise a function's own choice stays
+                set_boxes_per_image_(model, recipe.boxes_per_image)
         keep_still_(model, norms=recipe.norms, frozen_stages=recipe.frozen_stages)
         return model
 

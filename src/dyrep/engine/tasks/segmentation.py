@@ -24,6 +24,7 @@ from dyrep.engine.tasks.measuring import intersection_over_union
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.models.backbones import keep_still_, train_
+from dyrep.models.segmentation import check_trainable
 
 
 class Segmentation:
@@ -44,6 +45,8 @@ class Segmentation:
     def open_data(self, settings: RunSettings, world: World) -> Data:
         """Images and label maps, kept on the device if they fit."""
         recipe = self._recipe
+        together = recipe.batch_size if recipe.sync_norms else recipe.batch_size // world.size
+        check_trainable(recipe.model, image_size=recipe.image_size, images=together)
         return open_segmentation(
             settings.data,
             size=recipe.image_size,
