@@ -94,7 +94,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"there is no file {path} to take initial weights from") from error
     except Exception as error:
         lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
-        raise CheckpointError(f"the weights in {path} do not fit the model: {lines}") from error
+        raise CheckpointError(
+            f"{path} cannot be read, so it is damaged, or no file of weights: {lines}; give a safetensors file (named "
+            "so), or a state dict written by torch.save"
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__} instead of a state dict")
     return state

@@ -77,6 +77,10 @@ def test_runs_that_have_not_ended_and_files_that_do_not_fit_are_refused(classifi
         backbone_weights(tmp_path)
     with pytest.raises(CheckpointError, match=r"there is no file .*nowhere to take initial weights from"):
         backbone_weights(tmp_path / "nowhere")
+    for name in ("damaged.safetensors", "damaged.pt"):
+        (tmp_path / name).write_bytes(b"\x00" * 100)
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read, so it is damaged, or no file of weights"):
+            make_model(downstream(backbone=str(tmp_path / name)), classes=3, channels=3)
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "few.safetensors")
     with pytest.raises(CheckpointError, match=r"few.safetensors do not fit the backbone \('backbone'\)"):
         make_model(downstream(backbone=str(tmp_path / "few.safetensors")), classes=3, channels=3)
