@@ -161,6 +161,15 @@ def test_a_segmentation_network_is_exported_for_whole_images(whole, tmp_path, ca
     assert program(torch.zeros(2, 3, 64, 64)).shape == (2, 3, 64, 64)
 
 
+def test_a_network_trained_on_whole_images_is_exported_with_some_of_them(data, tmp_path, capsys):
+    chosen = MAKERS["segmentation"](crop="none", image_size=None, scale=(1.0, 1.0), epochs=1, method="origin")
+    train(chosen, settings(tmp_path / "run", data=data(chosen)))
+    main(["export", str(tmp_path / "run"), "--pt2", str(tmp_path / "a.pt2")])
+    told = capsys.readouterr().out
+    assert "test images cannot be read" not in told
+    assert "given ones" in told
+
+
 def test_which_parts_may_grow_is_said_on_the_command_line(data, tmp_path, capsys):
     words = ["train", "bccd-fasterrcnn", "--model", "tiny_models:detector", "--image-size", "None", "--batch-size", "2"]
     words += ["--epochs", "3", "--interval", "1", "--device", "cpu", "--data", str(data(MAKERS["detection"]()))]
