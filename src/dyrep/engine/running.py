@@ -172,11 +172,19 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         summary |= {key: last[key] for key in ("train_loss", "train_accuracy", f"val_{metric}") if key in last}
     if world.is_main:
         save(plain, run.path / PLAIN)
-        trainer.task.draw(plain, trainer.data, run.path / PREDICTIONS)
         run.write_json(SUMMARY, summary)
+        _draw(trainer, plain, reporter)
     world.barrier()
     _report(summary, run.path, reporter, trainer.recipe, str(report))
     return summary
+
+
+def _draw(trainer: Trainer, plain: nn.Module, reporter: Reporter) -> None:
+    """Draw what the folded network says about some images; a run does not fail of its illustration."""
+    try:
+        trainer.task.draw(plain, trainer.data, trainer.run.path / PREDICTIONS)
+    except Exception as error:
+        reporter.message(f"predictions could not be drawn, all else is written: {type(error).__name__}: {error}")
 
 
 def _test_inputs(trainer: Trainer) -> Any:
