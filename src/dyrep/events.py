@@ -39,7 +39,7 @@ class EventLog:
 
     def write(self, kind: str, **data: Any) -> dict[str, Any]:
         """Add an event."""
-        event = {"seq": self.next_seq, "type": kind, "time": round(time.time(), 3), **_plain(data)}
+        event = {"seq": self.next_seq, "type": kind, "time": round(time.time(), 3), **jsonable(data)}
         self.next_seq += 1
         self.events.append(event)
         if self.path is not None and ranks.is_main_rank():
@@ -123,12 +123,17 @@ def _ends_with_newline(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-def _plain(value: Any) -> Any:
-    """JSON-able data; numbers JSON has no word for become text."""
+def jsonable(value: Any) -> Any:
+    """Data without the numbers that JSON has no word for, which become text.
+
+    Example:
+        >>> jsonable({"map": math.nan, "loss": 1.0})
+        {'map': 'nan', 'loss': 1.0}
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [jsonable(item) for item in value]
     return value

@@ -92,6 +92,23 @@ def test_weights_of_another_network_are_refused_by_name(classifier):
         load_backbone_(nn.Linear(1, 1), {}, "here")
 
 
+@pytest.mark.parametrize("norms", ["batch", "frozen"])
+def test_files_from_before_norms_counted_batches_are_taken(classifier, norms):
+    state = {key: value for key, value in classifier.state_dict().items() if "num_batches" not in key}
+    made = detector()
+    keep_still_(made, norms=norms)
+    load_backbone_(made, state, "an old file")
+    body = made.backbone.body.state_dict()
+    assert all(torch.equal(body[key], value) for key, value in state.items() if key in body)
+    assert all(int(value) == 0 for key, value in body.items() if "num_batches" in key)
+
+
+def test_what_is_no_tensor_is_refused_by_name(classifier):
+    for key in ("conv1.weight", "epoch"):
+        with pytest.raises(CheckpointError, match=f"here holds a list under '{key}' instead of a tensor"):
+            load_backbone_(detector(), {**classifier.state_dict(), key: [1.0]}, "here")
+
+
 def test_frozen_norms_keep_values_and_function(classifier):
     model = build_segmenter("fcn_resnet18", num_classes=2)
     load_backbone_(model, classifier.state_dict(), "a file")

@@ -90,9 +90,10 @@ def _checked_files(onnx: Path | None, pt2: Path | None, opset: int | None, file:
 def _test_images(run: Path, state: Mapping[str, Any], folder: Path | None) -> Tensor | None:
     """Some test images as they are in evaluation; None, after saying why, if the run's own data is not there."""
     recipe = Recipe.from_dict(state["recipe"])
+    whole = recipe.task == "segmentation" and recipe.image_size is None  # images are as large as they are
     recipe = dataclasses.replace(
         recipe,
-        image_size=state["size"],
+        image_size=None if whole else state["size"],
         batch_size=_IMAGES // 4,  # batches of evaluation are four times as large
         val_split=0,
         resident=False if recipe.dataset == "folder" else None,  # a few are enough: do not decode them all

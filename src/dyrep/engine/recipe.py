@@ -22,6 +22,8 @@ ExecutionName = Literal["auto", "eager", "fused", "folded"]
 SigmaGradient = Literal["none", "weights", "full"]
 TASKS = {"voc": "detection", "coco": "detection", "masks": "segmentation"}
 """What is learnt from the data sets that are not about classifying whole images."""
+BOXES_PER_IMAGE = 512
+"""The usual number of boxes that a detector learns from, which is torchvision's."""
 _UNUSED = {
     "classification": ("backbone", "norms", "frozen_stages", "boxes_per_image", "scale", "class_names", "ignore_label"),
     "detection": (
@@ -69,7 +71,8 @@ class Recipe:
         resident: keep image files decoded on the device and augment them there (default: if they fit and the
             augmentation allows it). The other way draws other random numbers.
         ema: decay of a moving average of the weights, which is then what is evaluated (default: none).
-        precision: of convolutions and matrix products; "auto" is bf16 on a GPU that has it and fp32 on a CPU.
+        precision: of convolutions and matrix products; "auto" is bf16 on a GPU that has it and fp32 on a CPU. It holds
+            for the backbone of a detector; its heads, whose boxes would be off by pixels, are in fp32.
         sync_norms: batch norms over all GPUs together.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         weights: file with initial weights of the plain network, loaded strictly.
@@ -78,7 +81,7 @@ class Recipe:
         norms: what batch norms of that backbone do in training: normalise by the batch, by running statistics that do
             not change any more (eval), or nothing changes in them at all (frozen).
         frozen_stages: parts of that backbone that are not trained: 1 is the stem, 2 the first stage too, ... up to 5.
-        boxes_per_image: how many boxes of every image a detector of dyrep.models learns from in a step.
+        boxes_per_image: how many boxes of every image a detector with RoI heads learns from in a step.
         scale: smallest and largest factor by which images are resized at random before crop=resized.
         class_names: of the numbers in maps for segmentation (default: classes.txt in the data's folder, or just
             numbers).
@@ -130,7 +133,7 @@ class Recipe:
     backbone: str | None = None
     norms: Norms = "batch"
     frozen_stages: int = 0
-    boxes_per_image: int = 512
+    boxes_per_image: int = BOXES_PER_IMAGE
     scale: tuple[float, float] = (1.0, 1.0)
     class_names: tuple[str, ...] = ()
     ignore_label: int = 255
@@ -196,6 +199,17 @@ class Recipe:
             _require("crop", self.crop, "none or resized for segmentation", self.crop != "pad")
             if self.crop == "resized":
                 _require("image_size", self.image_size, "given with crop=resized", self.image_size is not None)
+            elif self.scale != (1.0, 1.0):
+                factors = " ".join(f"{factor:g}" for factor in self.scale)
+                raise ConfigError(
+                    f"scale={self.scale} has no use with crop={self.crop}, which takes images as they are: give "
+                    f"--scale 1 1, or --crop resized --scale {factors} with an --image-size"
+                )
+        if self.weights is not None and self.backbone is not None:
+            raise ConfigError(
+                f"weights={self.weights!r} and backbone={self.backbone!r}: weights of a whole network hold its "
+                "backbone; give one of the two"
+            )
         if self.task == "detection" and method(self.method).name == "dyrep":
             second = self.dyrep.score in ("grasp", "vote")
             _require("score", self.dyrep.score, "another one: detectors cannot be differentiated twice", not second)
@@ -227,6 +241,11 @@ class Recipe:
         unknown = sorted(set(data) - known)
         if data.get("sigma_gradient") == "length":  # there was such a thing once, and it was what "none" is today
             data = {**data, "sigma_gradient": "none"}
+        # what had no effect was not always refused
+        if TASKS.get(data.get("dataset", "")) == "segmentation" and data.get("crop", "none") == "none":
+            data = {**data, "scale": (1.0, 1.0)}
+        if data.get("weights") is not None and data.get("backbone") is not None:
+            data = {**data, "backbone": None}
         if unknown:
             raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
         settings = {

@@ -28,7 +28,7 @@ import torch
 from dyrep.engine.checkpoints import BEST, LAST, CheckpointFolder, read
 from dyrep.engine.recipe import Recipe
 from dyrep.errors import CheckpointError
-from dyrep.events import append_line, write_lines
+from dyrep.events import append_line, jsonable, write_lines
 from dyrep.files import PARTIAL, replacing
 
 FORMAT = 1
@@ -116,12 +116,12 @@ class RunDirectory:
     def add_row(self, row: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
         self.rows.append(row)
-        append_line(self.path / "metrics.jsonl", json.dumps(row))
+        append_line(self.path / "metrics.jsonl", json.dumps(jsonable(row)))
 
     def restore_rows(self, rows: list[dict[str, Any]]) -> None:
         """Go back to these metrics; the file is replaced."""
         self.rows = list(rows)
-        write_lines(self.path / "metrics.jsonl", (json.dumps(row) for row in rows))
+        write_lines(self.path / "metrics.jsonl", (json.dumps(jsonable(row)) for row in rows))
 
     def read_rows(self) -> list[dict[str, Any]]:
         """The metrics in the file."""

@@ -75,7 +75,7 @@ def _train(
             reporter.message(f"the run in {run.path} is complete; give another --out to train again")
             return summary
     world.barrier()  # nobody writes before everybody has looked
-    trainer = Trainer(recipe, settings, world, run, reporter, stop)
+    trainer = Trainer(recipe, settings, world, run, reporter, stop, resuming=resuming)
     with run.locked() if world.is_main else nullcontext():
         if resuming:
             trainer.resume()
@@ -172,11 +172,19 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         summary |= {key: last[key] for key in ("train_loss", "train_accuracy", f"val_{metric}") if key in last}
     if world.is_main:
         save(plain, run.path / PLAIN)
-        trainer.task.draw(plain, trainer.data, run.path / PREDICTIONS)
         run.write_json(SUMMARY, summary)
+        _draw(trainer, plain, reporter)
     world.barrier()
     _report(summary, run.path, reporter, trainer.recipe, str(report))
     return summary
+
+
+def _draw(trainer: Trainer, plain: nn.Module, reporter: Reporter) -> None:
+    """Draw what the folded network says about some images; a run does not fail of its illustration."""
+    try:
+        trainer.task.draw(plain, trainer.data, trainer.run.path / PREDICTIONS)
+    except Exception as error:
+        reporter.message(f"predictions could not be drawn, all else is written: {type(error).__name__}: {error}")
 
 
 def _test_inputs(trainer: Trainer) -> Any:
@@ -210,8 +218,8 @@ def load_run(path: Path, which: str = "last") -> tuple[nn.Module, dict[str, Any]
         The model, and the state it was made from (recipe, structure, epoch, shape of the data).
     """
     state = RunDirectory(path).model_state(which)
-    recipe = dataclasses.replace(Recipe.from_dict(state["recipe"]), weights=None, backbone=None)
-    model = make_model(recipe, classes=len(state["classes"]), channels=state["channels"], size=state["size"])
+    recipe, shape = Recipe.from_dict(state["recipe"]), {key: state[key] for key in ("channels", "size")}
+    model = make_model(recipe, classes=len(state["classes"]), **shape, initialised=False)
     restructure_(model, state["structure"], generator=torch.Generator())
     model.load_state_dict(state["model"])
     return model.eval(), state

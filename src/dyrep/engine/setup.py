@@ -35,9 +35,22 @@ def make_data(recipe: Recipe, settings: RunSettings, world: World) -> Data:
     return task_of(recipe).open_data(settings, world)
 
 
-def make_model(recipe: Recipe, *, classes: int, channels: int, size: int | None = None) -> nn.Module:
-    """The plain network of a recipe, with its initial weights; detectors are built for a size of images."""
+def make_model(
+    recipe: Recipe, *, classes: int, channels: int, size: int | None = None, initialised: bool = True
+) -> nn.Module:
+    """The plain network of a recipe.
+
+    Args:
+        recipe: what is trained.
+        classes: number of classes.
+        channels: of an image.
+        size: of images, which detectors are built for (default: the recipe's).
+        initialised: whether it gets its initial weights. A network whose weights come from a checkpoint does not need
+            them, and the files they were in may be gone.
+    """
     model = task_of(recipe).build(classes=classes, channels=channels, size=size or recipe.image_size)
+    if not initialised:
+        return model
     if recipe.weights is not None:
         load_plain_weights_(model, Path(recipe.weights))
     elif recipe.backbone is not None:
@@ -81,7 +94,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"there is no file {path} to take initial weights from") from error
     except Exception as error:
         lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
-        raise CheckpointError(f"the weights in {path} do not fit the model: {lines}") from error
+        raise CheckpointError(
+            f"{path} cannot be read, so it is damaged, or no file of weights: {lines}; give a safetensors file (named "
+            "so), or a state dict written by torch.save"
+        ) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__} instead of a state dict")
     return state

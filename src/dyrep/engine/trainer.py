@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -51,6 +52,7 @@ class Trainer:
         run: the folder of the run.
         reporter: tells a person what happens.
         stop: whether somebody wants the run to end.
+        resuming: whether `resume` follows, so that files with initial weights are not needed any more.
 
     Attributes:
         model: the bare model.
@@ -73,6 +75,8 @@ class Trainer:
         run: RunDirectory,
         reporter: Reporter,
         stop: StopRequest,
+        *,
+        resuming: bool = False,
     ) -> None:
         self.recipe, self.settings, self.world, self.run = recipe, settings, world, run
         self.epoch = self.step = 0
@@ -87,7 +91,7 @@ class Trainer:
         self.data = make_data(recipe, settings, world)
         seed_everything(recipe.seed, "weights")
         shape = {"channels": self.data.channels, "size": self.data.size}
-        self.model = make_model(recipe, classes=len(self.data.classes), **shape)
+        self.model = make_model(recipe, classes=len(self.data.classes), **shape, initialised=not resuming)
         self.task.train_(self.model)  # frozen norms are in eval mode from the start
         self.converted = convert_model_(self.model, recipe, self.task.example(**shape, device="cpu"))
         if recipe.sync_norms:
@@ -221,7 +225,8 @@ class Trainer:
         split = "test" if self.data.val is None else "val"
         found = self.score(split)
         metric = self.task.metric
-        if self.best is None or found[metric] > self.best[metric]:
+        # NaN, where a split has nothing to find, is no better than what comes after it
+        if self.best is None or found[metric] > self.best[metric] or math.isnan(self.best[metric]):
             weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
             place = {"epoch": epoch, "split": split, metric: found[metric]}
             self.best = {**self._description(), **place, "model": weights}

@@ -55,14 +55,20 @@ def load_backbone_(model: nn.Module, state: Mapping[str, Tensor], source: str) -
         >>> load_backbone_(model, {**nn.Sequential(nn.Linear(2, 2)).state_dict(), "fc.weight": Tensor()}, "a file")
     """
     name, backbone = backbone_of(model)
-    own = set(backbone.state_dict())
+    own = backbone.state_dict()
     fitting = {key: value for key, value in state.items() if key in own or not key.startswith(HEADS)}
-    # norms that never change do not count batches
-    missing = sorted(own - set(fitting))
-    unexpected = sorted(key for key in set(fitting) - own if not key.endswith("num_batches_tracked"))
+    for key, value in fitting.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(
+                f"{source} holds a {type(value).__name__} under {key!r} instead of a tensor, so it is no state dict: "
+                "give what `dyrep deploy` writes, or a state dict by itself"
+            )
+    # norms that never change do not count batches, and old files have norms that did not either
+    missing = sorted(key for key in set(own) - set(fitting) if not _counts_batches(key))
+    unexpected = sorted(key for key in set(fitting) - set(own) if not _counts_batches(key))
     wrong = [
         f"{key}: {tuple(fitting[key].shape)} against {tuple(value.shape)}"
-        for key, value in backbone.state_dict().items()
+        for key, value in own.items()
         if key in fitting and fitting[key].shape != value.shape
     ]
     for what, keys in (("lacks", missing), ("has, which the backbone has not,", unexpected), ("differs in", wrong)):
@@ -72,7 +78,11 @@ def load_backbone_(model: nn.Module, state: Mapping[str, Tensor], source: str) -
                 f"the weights of {source} do not fit the backbone ({name!r}) of this {type(model).__name__}: it {what} "
                 f"{', '.join(keys[:3])}{more}; give those of the same network, as `dyrep deploy` writes them"
             )
-    backbone.load_state_dict({key: value for key, value in fitting.items() if key in own})
+    backbone.load_state_dict({key: fitting.get(key, value) for key, value in own.items()})
+
+
+def _counts_batches(key: str) -> bool:
+    return key.endswith("num_batches_tracked")
 
 
 def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 0) -> None:

@@ -46,3 +46,47 @@ def build_detector(name: str, *, num_classes: int, image_size: int, **options: A
     model = detection.FasterRCNN(backbone, num_classes=num_classes + 1, **{**sizes, **options})
     assert isinstance(model, nn.Module)
     return model
+
+
+def set_image_size_(model: nn.Module, image_size: int) -> None:
+    """Let a detector in the manner of torchvision bring the shorter side of images to a length.
+
+    Raises:
+        ConfigError: it has no transform that does so, or one that brings all images to one size.
+
+    Example:
+        >>> model = build_detector("fasterrcnn_resnet18_fpn", num_classes=3, image_size=96)
+        >>> set_image_size_(model, 120)
+        >>> model.transform.min_size, model.transform.max_size
+        ((120,), 200)
+    """
+    transform: Any = getattr(model, "transform", None)
+    fixed = getattr(transform, "fixed_size", None)
+    if not hasattr(transform, "min_size") or fixed is not None:
+        why = "has no transform with a min_size" if fixed is None else f"brings all images to {fixed[0]}x{fixed[1]}"
+        raise ConfigError(
+            f"image_size={image_size}: {type(model).__name__} {why}, so it cannot be told how long the shorter side of "
+            "images is to be; give --image-size None, and choose the size in your own function"
+        )
+    transform.min_size, transform.max_size = (image_size,), round(image_size * LONGEST)
+
+
+def set_boxes_per_image_(model: nn.Module, boxes: int) -> None:
+    """Let the RoI heads of a detector in the manner of torchvision learn from so many boxes of every image.
+
+    Raises:
+        ConfigError: it has none.
+
+    Example:
+        >>> model = build_detector("fasterrcnn_resnet18_fpn", num_classes=3, image_size=96)
+        >>> set_boxes_per_image_(model, 64)
+        >>> model.roi_heads.fg_bg_sampler.batch_size_per_image
+        64
+    """
+    sampler: Any = getattr(getattr(model, "roi_heads", None), "fg_bg_sampler", None)
+    if not hasattr(sampler, "batch_size_per_image"):
+        raise ConfigError(
+            f"boxes_per_image={boxes}: {type(model).__name__} has no RoI heads, which would learn from so many boxes; "
+            "give --boxes-per-image 512, which is the default"
+        )
+    sampler.batch_size_per_image = boxes

@@ -17,6 +17,7 @@ _KINDS = ("pspnet", "fcn", "deeplabv3")
 SEGMENTERS = tuple(f"{kind}_{resnet}" for kind in _KINDS for resnet in ("resnet18", "resnet34", "resnet50"))
 """The names that `build_segmenter` knows."""
 _STRIDE = 8
+_DIVISOR = 32  # of segmentation-models-pytorch, which asks for it even if strides are replaced by dilation
 
 
 def build_segmenter(name: str, *, num_classes: int) -> nn.Module:
@@ -40,6 +41,35 @@ def build_segmenter(name: str, *, num_classes: int) -> nn.Module:
     if kind == "pspnet":
         return _pspnet(resnet, num_classes)
     return _torchvision(kind, resnet, num_classes)
+
+
+def check_trainable(name: str, *, image_size: int | None, images: int) -> None:
+    """Refuse squares and batches that a network of `SEGMENTERS` cannot be trained on, before a layer fails on them.
+
+    Args:
+        name: of the network; those of others are not known here, and pass.
+        image_size: side of the squares that it is trained on, if there are any.
+        images: how many of them a batch norm sees together.
+
+    Raises:
+        ConfigError: it cannot; the message says what is nearest.
+
+    Example:
+        >>> check_trainable("pspnet_resnet18", image_size=64, images=1)
+    """
+    kind = name.split("_")[0] if name in SEGMENTERS else ""
+    if kind == "pspnet" and image_size is not None and image_size % _DIVISOR:
+        nearest = max(round(image_size / _DIVISOR), 1) * _DIVISOR
+        raise ConfigError(
+            f"image_size={image_size}: {name} takes images whose sides are multiples of {_DIVISOR}; give --image-size "
+            f"{nearest}, or train fcn or deeplabv3"
+        )
+    pixel = image_size is not None and image_size <= _STRIDE  # of an image this is all that is left
+    if images == 1 and (kind == "deeplabv3" or (kind == "fcn" and pixel)):
+        raise ConfigError(
+            f"a batch norm of {name} sees one value per image, of which it needs two or more, and gets those of 1 "
+            "image: give a --batch-size of at least 2 per process"
+        )
 
 
 def _pspnet(resnet: str, num_classes: int) -> nn.Module:

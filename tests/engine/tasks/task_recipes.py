@@ -1,8 +1,10 @@
-"""Recipes of detection and segmentation that train in moments."""
+"""Recipes of detection and segmentation that train in moments, and a network that is told what to say."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+
+from torch import nn
 
 from dyrep.config import DyRepConfig
 from dyrep.engine.recipe import Recipe
@@ -26,3 +28,14 @@ def segmentation(**changes) -> Recipe:
 
 
 MAKERS = {"detection": detection, "segmentation": segmentation}
+
+
+class Oracle(nn.Module):
+    """Says what it is told to, image after image."""
+
+    def __init__(self, answers):
+        super().__init__()
+        self.answers = iter(answers)
+
+    def forward(self, images):
+        return [next(self.answers) for _ in images] if isinstance(images, list) else next(self.answers)

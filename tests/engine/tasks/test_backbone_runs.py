@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
-from engine_helpers import settings
+from engine_helpers import assert_same, result, settings
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from task_recipes import EVOLUTION, segmentation
@@ -76,6 +77,10 @@ def test_runs_that_have_not_ended_and_files_that_do_not_fit_are_refused(classifi
         backbone_weights(tmp_path)
     with pytest.raises(CheckpointError, match=r"there is no file .*nowhere to take initial weights from"):
         backbone_weights(tmp_path / "nowhere")
+    for name in ("damaged.safetensors", "damaged.pt"):
+        (tmp_path / name).write_bytes(b"\x00" * 100)
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read, so it is damaged, or no file of weights"):
+            make_model(downstream(backbone=str(tmp_path / name)), classes=3, channels=3)
     save_file({"conv1.weight": torch.zeros(1)}, tmp_path / "few.safetensors")
     with pytest.raises(CheckpointError, match=r"few.safetensors do not fit the backbone \('backbone'\)"):
         make_model(downstream(backbone=str(tmp_path / "few.safetensors")), classes=3, channels=3)
@@ -90,3 +95,21 @@ def test_the_backbone_is_part_of_what_decides_a_run(classifier, data, tmp_path):
     with pytest.raises(ConfigError, match="backbone: "):
         train(downstream(method="origin"), settings(tmp_path, data=data(chosen)))
     assert json.loads((tmp_path / "config.json").read_text())["recipe"]["backbone"] == str(classifier)
+
+
+@pytest.mark.parametrize(("kind", "method"), [("backbone", "dbb"), ("backbone", "dyrep"), ("weights", "origin")])
+def test_a_run_goes_on_without_the_file_it_started_from(classifier, data, tmp_path, kind, method):
+    file = tmp_path / "start.safetensors"
+    if kind == "backbone":
+        shutil.copy(classifier / "plain.safetensors", file)
+    else:
+        save_file(make_model(downstream(), classes=3, channels=3).state_dict(), file)
+    chosen = downstream(**{kind: str(file)}, method=method)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(chosen, settings(whole, data=data(chosen)))
+    train(chosen, settings(parts, data=data(chosen), stop_after=1))
+    file.unlink()
+    train(chosen, settings(parts, data=data(chosen)))
+    assert_same(result(parts), result(whole))
+    with pytest.raises(CheckpointError, match="there is no file"):
+        train(chosen, settings(tmp_path / "new", data=data(chosen)))

@@ -161,6 +161,15 @@ def test_a_segmentation_network_is_exported_for_whole_images(whole, tmp_path, ca
     assert program(torch.zeros(2, 3, 64, 64)).shape == (2, 3, 64, 64)
 
 
+def test_a_network_trained_on_whole_images_is_exported_with_some_of_them(data, tmp_path, capsys):
+    chosen = MAKERS["segmentation"](crop="none", image_size=None, scale=(1.0, 1.0), epochs=1, method="origin")
+    train(chosen, settings(tmp_path / "run", data=data(chosen)))
+    main(["export", str(tmp_path / "run"), "--pt2", str(tmp_path / "a.pt2")])
+    told = capsys.readouterr().out
+    assert "test images cannot be read" not in told
+    assert "given ones" in told
+
+
 def test_which_parts_may_grow_is_said_on_the_command_line(data, tmp_path, capsys):
     words = ["train", "bccd-fasterrcnn", "--model", "tiny_models:detector", "--image-size", "None", "--batch-size", "2"]
     words += ["--epochs", "3", "--interval", "1", "--device", "cpu", "--data", str(data(MAKERS["detection"]()))]
@@ -194,6 +203,9 @@ def test_what_a_run_prints_names_the_metric(data, tmp_path, capsys):
         ("segmentation", {"crop": "pad"}, "crop='pad': must be none or resized"),
         ("segmentation", {"image_size": None}, "image_size=None: must be given with crop=resized"),
         ("segmentation", {"scale": (2.0, 1.0)}, r"scale=\(2.0, 1.0\): must be two factors"),
+        ("segmentation", {"crop": "none", "image_size": None}, r"scale=\(0.75, 1.5\) has no use with crop=none"),
+        ("segmentation", {"weights": "a", "backbone": "b"}, "weights='a' and backbone='b': .* give one of the two"),
+        ("detection", {"weights": "a", "backbone": "b"}, "weights='a' and backbone='b': .* give one of the two"),
         ("segmentation", {"ignore_label": 300}, "ignore_label=300: must be from 0 to 255"),
         ("detection", {"frozen_stages": 6}, "frozen_stages=6: must be from 0 to 5"),
         ("detection", {"norms": "group"}, "norms='group': must be one of batch, eval, frozen"),
@@ -205,6 +217,12 @@ def test_settings_that_make_no_sense_are_refused(task, values, message):
         values = {"dyrep": replace(base.dyrep, **values["dyrep"])}
     with pytest.raises(ConfigError, match=message):
         replace(base, **values)
+
+
+def test_recipes_of_runs_that_had_such_settings_are_still_read():
+    chosen = MAKERS["segmentation"](crop="none", image_size=None, scale=(1.0, 1.0), weights="a")
+    written = {**chosen.to_dict(), "scale": [0.75, 1.5], "backbone": "b"}
+    assert Recipe.from_dict(written) == chosen
 
 
 def test_settings_of_other_tasks_are_refused_in_classification():

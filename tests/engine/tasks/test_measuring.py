@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 from engine_helpers import settings
-from task_recipes import detection, segmentation
+from task_recipes import Oracle, detection, segmentation
 from torch import nn
 
 from dyrep.engine.data.masks import IGNORED
@@ -17,17 +17,6 @@ from dyrep.engine.world import World
 from dyrep.errors import ConfigError
 
 WORLD = World(torch.device("cpu"))
-
-
-class Oracle(nn.Module):
-    """Says what it is told to, image after image."""
-
-    def __init__(self, answers):
-        super().__init__()
-        self.answers = iter(answers)
-
-    def forward(self, images):
-        return [next(self.answers) for _ in images] if isinstance(images, list) else next(self.answers)
 
 
 def test_map_is_100_for_the_truth_and_counts_every_class(data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -15,13 +16,15 @@ from dyrep.engine.data import Data
 from dyrep.engine.data.detection import open_detection
 from dyrep.engine.data.loader import Loader
 from dyrep.engine.precision import computing_in
-from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.recipe import BOXES_PER_IMAGE, Recipe, RunSettings
 from dyrep.engine.resources import readers
 from dyrep.engine.tasks.measuring import FoundBoxes, mean_average_precision
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.errors import ConfigError
 from dyrep.models.backbones import keep_still_, train_
+from dyrep.models.detection import set_boxes_per_image_, set_image_size_
+from dyrep.surgery.detectors import heads_in_float32
 
 
 class Detection:
@@ -69,6 +72,10 @@ class Detection:
         else:
             check_name(recipe.model, models.DETECTORS)
             model = models.build(recipe.model, num_classes=classes + 1, in_channels=channels)
+            if recipe.image_size is not None:
+                set_image_size_(model, recipe.image_size)
+            if recipe.boxes_per_image != BOXES_PER_IMAGE:  # otherwise a function's own choice stays
+                set_boxes_per_image_(model, recipe.boxes_per_image)
         keep_still_(model, norms=recipe.norms, frozen_stages=recipe.frozen_stages)
         return model
 
@@ -79,7 +86,7 @@ class Detection:
     def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
         """The sum of all losses that the detector gives."""
         images, targets = batch
-        with computing:
+        with computing, heads_in_float32(model):
             losses: dict[str, Tensor] = model(images, targets)
         total = torch.stack([loss.float() for loss in losses.values()]).sum()
         return Learnt(total, torch.zeros((), device=total.device))
@@ -88,23 +95,29 @@ class Detection:
     def evaluate(
         self, model: nn.Module, loader: Loader, world: World, precision: torch.dtype, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """COCO's average precisions in percent: mean over overlaps, at 50 % and 75 %, and of every class."""
+        """COCO's average precisions in percent: mean over overlaps, at 50 % and 75 %, and of every class that occurs.
+
+        If no image of the split has a box, there is no average precision: it is NaN.
+        """
         measured = mean_average_precision()  # says what is missing before anything is computed
         boxes = FoundBoxes(world)
         with evaluating(model):
             for raw in loader.batches(0):
                 images, targets = loader.prepare(raw)
-                with computing_in(precision, world.device):
-                    found = model(images)
-                for prediction, target in zip(found, targets, strict=True):
+                with computing_in(precision, world.device), heads_in_float32(model):
+                    said = model(images)
+                for prediction, target in zip(said, targets, strict=True):
                     boxes.add(prediction, target)
         measured.update(*boxes.everywhere())
         result = measured.compute()
-        shares = {"map": result["map"], "map50": result["map_50"], "map75": result["map_75"]}
-        for label, value in zip(result["classes"].reshape(-1), result["map_per_class"].reshape(-1), strict=True):
-            shares[f"ap_{classes[int(label) - 1]}"] = value
-        # torchmetrics says -1 where there is nothing to find
-        return {key: 100 * max(float(value), 0.0) for key, value in shares.items()}
+        # torchmetrics says -1 where there is nothing to find; without any box it leaves the classes out
+        found = {"map": result["map"], "map50": result["map_50"], "map75": result["map_75"]}
+        shares = {key: 100 * float(value) if value >= 0 else math.nan for key, value in found.items()}
+        each = result.get("map_per_class", torch.zeros(0)).reshape(-1)
+        for label, value in zip(result["classes"].reshape(-1), each, strict=True):
+            if value >= 0:
+                shares[f"ap_{classes[int(label) - 1]}"] = 100 * float(value)
+        return shares
 
     def example(self, *, channels: int, size: int, device: torch.device | str = "cpu") -> Any:
         """One black square without boxes."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SMALLEST = 320  # width to which small images are enlarged, by whole factors
+_LARGEST = 640  # width to which large ones are made smaller, or a sheet of photographs would take many megabytes
 _TEXT, _GAP, _LINE = 13, 8, 20
 _GREY = (60, 60, 60)
 
@@ -46,7 +47,7 @@ def labels_drawn(labels: Tensor) -> Image:
     """A picture of a label map [H, W] with a colour for every class, and black for what does not count."""
     table = np.array([colour(label) for label in range(256)], np.uint8)
     table[IGNORED] = 0
-    return _enlarged(_image().fromarray(table[labels.cpu().numpy().astype(np.uint8)]), smooth=False)
+    return _resized(_image().fromarray(table[labels.cpu().numpy().astype(np.uint8)]), smooth=False)
 
 
 def boxes_drawn(
@@ -107,13 +108,16 @@ def _legend(classes: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 
 def _picture(values: Tensor) -> Image:
     pixels = (values.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return _enlarged(_image().fromarray(pixels), smooth=True)
+    return _resized(_image().fromarray(pixels), smooth=True)
 
 
-def _enlarged(picture: Image, *, smooth: bool) -> Image:
-    factor = max(1, -(-_SMALLEST // picture.width))
+def _resized(picture: Image, *, smooth: bool) -> Image:
+    """A picture of a width that is good to look at."""
+    factor: float = max(1, -(-_SMALLEST // picture.width))
+    if picture.width > _LARGEST:
+        factor = _LARGEST / picture.width
     how = _image().Resampling.BICUBIC if smooth else _image().Resampling.NEAREST
-    return picture.resize((picture.width * factor, picture.height * factor), how)
+    return picture.resize((round(picture.width * factor), max(round(picture.height * factor), 1)), how)
 
 
 def _image():  # type: ignore[no-untyped-def]

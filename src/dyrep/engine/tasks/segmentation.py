@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ from dyrep.engine.tasks.measuring import intersection_over_union
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.models.backbones import keep_still_, train_
+from dyrep.models.segmentation import check_trainable
 
 
 class Segmentation:
@@ -43,6 +45,8 @@ class Segmentation:
     def open_data(self, settings: RunSettings, world: World) -> Data:
         """Images and label maps, kept on the device if they fit."""
         recipe = self._recipe
+        together = recipe.batch_size if recipe.sync_norms else recipe.batch_size // world.size
+        check_trainable(recipe.model, image_size=recipe.image_size, images=together)
         return open_segmentation(
             settings.data,
             size=recipe.image_size,
@@ -96,9 +100,13 @@ class Segmentation:
     def evaluate(
         self, model: nn.Module, loader: Loader, world: World, precision: torch.dtype, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """Mean loss per pixel, mIoU, pixels classified rightly and IoU of every class, in percent."""
+        """Mean loss per pixel, mIoU, pixels classified rightly and IoU of every class that occurs, in percent.
+
+        If no pixel of the split counts, all of them are NaN.
+        """
         measured = intersection_over_union(len(classes), IGNORED).to(world.device)
         sums = torch.zeros(3, dtype=torch.float64, device=world.device)
+        occurs = torch.zeros(len(classes), dtype=torch.float64, device=world.device)
         with evaluating(model):
             for raw in loader.batches(0):
                 images, labels = loader.prepare(raw)
@@ -109,14 +117,17 @@ class Segmentation:
                 sums[0] += F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
                 sums[1] += ((said == labels) & counts).sum()
                 sums[2] += counts.sum()
+                occurs += torch.bincount(torch.cat([said[counts], labels[counts]]), minlength=len(classes))
                 measured.update(said, labels)
         loss, right, pixels = world.sum(sums).tolist()
         result = measured.compute()
+        # torchmetrics says 0 of classes that are neither there nor found, which no mean counts
+        each = zip(classes, result["each"], world.sum(occurs).tolist(), strict=True)
         return {
-            "loss": loss / max(pixels, 1),
-            "miou": 100 * float(result["mean"]),
-            "pixel_accuracy": 100 * right / max(pixels, 1),
-            **{f"iou_{name}": 100 * float(value) for name, value in zip(classes, result["each"], strict=True)},
+            "loss": loss / pixels if pixels else math.nan,
+            "miou": 100 * float(result["mean"]) if pixels else math.nan,
+            "pixel_accuracy": 100 * right / pixels if pixels else math.nan,
+            **{f"iou_{name}": 100 * float(value) for name, value, count in each if count},
         }
 
     def example(self, *, channels: int, size: int, device: torch.device | str = "cpu") -> Tensor:
