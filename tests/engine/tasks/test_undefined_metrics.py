@@ -8,10 +8,11 @@ import math
 import pytest
 import torch
 from engine_helpers import make_trainer, settings
+from PIL import Image
 from task_recipes import Oracle, detection, segmentation
 from torch import nn
 
-from downstream_data import write_voc
+from downstream_data import write_masks
 from dyrep.engine.data.masks import IGNORED
 from dyrep.engine.running import train
 from dyrep.engine.tasks import task_of
@@ -96,18 +97,19 @@ def test_nan_is_not_the_best_for_ever(data, tmp_path, monkeypatch):
     assert kept == [1, 2, 3, 3, 3]
 
 
-def test_a_run_whose_validation_images_are_empty_ends_and_writes_json(tiny_models, tmp_path):
-    folder = write_voc(tmp_path / "voc")
-    for file in (folder / "Annotations").glob("val_*.xml"):
-        text = file.read_text()
-        file.write_text(text[: text.index("<object>")] + "</annotation>")
+def test_a_run_where_no_pixel_to_validate_on_counts_ends_and_writes_json(tiny_models, tmp_path):
+    folder = write_masks(tmp_path / "masks", ignored=11)
+    for file in (folder / "valannot").glob("*.png"):
+        with Image.open(file) as labels:
+            empty = Image.new("L", labels.size, 11)
+        empty.save(file)
     run = tmp_path / "run"
-    train(detection(epochs=2), settings(run, data=folder))
+    train(segmentation(epochs=2), settings(run, data=folder))
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
     rows = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["val_map"] for row in rows] == ["nan", "nan"]
+    assert [row["val_miou"] for row in rows] == ["nan", "nan"]
     assert json.loads((run / "summary.json").read_text())["best"]["epoch"] == 2
     write_report([run], tmp_path / "report.html")
