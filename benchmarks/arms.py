@@ -22,18 +22,14 @@ norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSE
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from dyrep.engine.rundir import hardware, versions
-from dyrep.files import replacing
+from runs import ResultFile, epoch_seconds, lines, paired, run_training
 
 
 @dataclass(frozen=True)
@@ -149,47 +145,33 @@ STUDIES = {
 }
 
 
-class Results:
+class Results(ResultFile):
     """What has been found so far, in a file."""
-
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self._path, self._lock = path, Lock()
-        self._data = {"config": config, "versions": versions(), "hardware": hardware(), "runs": [], "epoch_seconds": {}}
-        if path.exists():
-            found = json.loads(path.read_text())
-            if all(found[key] == self._data[key] for key in ("config", "versions", "hardware")):
-                self._data = found
-            else:
-                sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
 
     def has(self, flags: str, seed: int) -> bool:
         """Whether a run is there."""
-        return any((run["flags"], run["seed"]) == (flags, seed) for run in self._data["runs"])
+        return any((run["flags"], run["seed"]) == (flags, seed) for run in self.data["runs"])
 
     def add(self, run: dict[str, Any]) -> None:
         """Add a run."""
-        with self._lock:
-            self._data["runs"] = sorted([*self._data["runs"], run], key=lambda run: (run["flags"], run["seed"]))
-            self._save()
+        with self.lock:
+            self.data["runs"] = sorted([*self.data["runs"], run], key=lambda run: (run["flags"], run["seed"]))
+            self.save()
 
     def set_time(self, flags: str, seconds: float) -> None:
         """Note the time of an epoch alone on the GPU."""
-        self._data["epoch_seconds"][flags] = seconds
-        self._save()
+        self.data["epoch_seconds"][flags] = seconds
+        self.save()
 
     def timed(self, flags: str) -> bool:
         """Whether that time is there."""
-        return flags in self._data["epoch_seconds"]
-
-    def _save(self) -> None:
-        with replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(self._data, indent=1, ensure_ascii=False) + "\n")
+        return flags in self.data["epoch_seconds"]
 
     def show(self, study: Study) -> None:
         """Print a line for every arm."""
-        runs = self._data["runs"]
+        runs = self.data["runs"]
         for arm, flags in study.arms.items():
-            found = [run[study.metric] for run in runs if run["flags"] == flags]
+            found = list(by_seed(runs, study.metric, flags).values())
             if not found:
                 continue
             spread = statistics.stdev(found) if len(found) > 1 else float("nan")
@@ -198,43 +180,36 @@ class Results:
             if macs:
                 line += f"  {statistics.mean(macs) / 1e6:.0f} M"
             if self.timed(flags):
-                line += f"  {self._data['epoch_seconds'][flags]:.2f} s per epoch"
-            difference = paired(runs, study.metric, flags, study.arms[study.baseline])
+                line += f"  {self.data['epoch_seconds'][flags]:.2f} s per epoch"
+            difference = against_baseline(runs, study, arm)
             if difference is not None:
                 mean, reach = difference
                 line += f"  {mean:+.2f} ± {reach:.2f} against {study.baseline} (95 %)"
             print(line)
 
 
-def paired(runs: list[dict[str, Any]], metric: str, flags: str, baseline: str) -> tuple[float, float] | None:
-    """Mean difference to the baseline over common seeds, and half the width of its 95 % confidence interval."""
-    from scipy import stats
+def by_seed(runs: list[dict[str, Any]], metric: str, flags: str) -> dict[int, float]:
+    """Accuracies of an arm."""
+    return {run["seed"]: run[metric] for run in runs if run["flags"] == flags}
 
-    ours, theirs = ({run["seed"]: run[metric] for run in runs if run["flags"] == name} for name in (flags, baseline))
-    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if flags == baseline or len(differences) < 2:
+
+def against_baseline(runs: list[dict[str, Any]], study: Study, arm: str) -> tuple[float, float] | None:
+    """Mean difference to the baseline over common seeds, and half the width of its 95 % confidence interval."""
+    if arm == study.baseline:
         return None
-    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-    return statistics.mean(differences), float(reach)
+    ours, theirs = (by_seed(runs, study.metric, study.arms[name]) for name in (arm, study.baseline))
+    return paired(ours, theirs)
 
 
 def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[str, Any]:
     """One run of `dyrep train`, and what it found."""
     out = given.runs / f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
     words = f"{study.arms[arm]} {study.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
-    words += [*given.more.split(), "--progress", "False"]
-    command = [sys.executable, "-m", "dyrep", "train", given.recipe, *words, "--out", str(out)]
-    if given.data is not None:
-        command += ["--data", str(given.data)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    summary = json.loads((out / "summary.json").read_text())
-    rows = _lines(out / "metrics.jsonl")
-    # the first epoch compiles and captures; a structure that changes makes the others differ, so they are averaged
-    seconds = statistics.mean(row["train_seconds"] + row["update_seconds"] for row in rows[1:] or rows)
+    words += [*given.more.split(), *([] if given.data is None else ["--data", str(given.data)])]
+    summary, rows = run_training(given.recipe, words, out)
+    seconds = epoch_seconds(rows)
     print(f"{arm:32s} seed {seed}: {study.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
-    edits = [edit for event in _lines(out / "events.jsonl") for edit in event.get("edits", ())]
+    edits = [edit for event in lines(out / "events.jsonl") for edit in event.get("edits", ())]
     found = {
         "flags": study.arms[arm],
         "seed": seed,
@@ -246,10 +221,6 @@ def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[st
         "cut": [[edit["layer"], *edit["branches"]] for edit in edits if edit["kind"] == "cut"],
     }
     return found | ({"mean_macs": summary["mean_macs"]} if "mean_macs" in summary else {})
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def main(command: list[str] | None = None) -> None:
@@ -273,7 +244,7 @@ def main(command: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(study.arms)}")
     config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": study.flags}
-    results = Results(given.out, config)
+    results = Results(given.out, config, {"runs": [], "epoch_seconds": {}})
     wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(study.arms[arm], seed)]
     with ThreadPoolExecutor(given.workers) as pool:
         jobs = [pool.submit(train, study, arm, seed, given.epochs, given) for arm, seed in wanted]

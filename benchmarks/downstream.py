@@ -17,18 +17,14 @@ unless ``--backbone-seeds`` says otherwise: then what differs between rows is th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from dyrep.engine.rundir import hardware, versions
-from dyrep.files import replacing
+from runs import ResultFile, epoch_seconds, paired, run_training
 
 ARMS = {
     "origin": ("origin", "origin"),
@@ -82,18 +78,8 @@ EPOCHS = {"backbones": (30, 2), "detection": (24, 3), "segmentation": (80, 8)}
 SMOKE = (2, 1)
 
 
-class Results:
+class Results(ResultFile):
     """What has been found so far, in a file."""
-
-    def __init__(self, path: Path, config: dict[str, Any]) -> None:
-        self._path, self._lock = path, Lock()
-        about = {"config": config, "versions": versions(), "hardware": hardware()}
-        self.data: dict[str, Any] = {**about, "backbones": [], "runs": [], "epoch_seconds": {}}
-        if path.exists():
-            found = json.loads(path.read_text())
-            if any(found[key] != about[key] for key in about):
-                sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
-            self.data = found
 
     def has(self, part: str, **about: Any) -> bool:
         """Whether there is a run like this."""
@@ -101,18 +87,14 @@ class Results:
 
     def add(self, part: str, run: dict[str, Any]) -> None:
         """Add a run."""
-        with self._lock:
+        with self.lock:
             self.data[part] = sorted([*self.data[part], run], key=_place)
-            self._save()
+            self.save()
 
     def set_time(self, task: str, method: str, seconds: float) -> None:
         """Note the time of an epoch of a task, alone on the GPU."""
         self.data["epoch_seconds"].setdefault(task, {})[method] = seconds
-        self._save()
-
-    def _save(self) -> None:
-        with replacing(self._path) as temporary:
-            temporary.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+        self.save()
 
 
 def _place(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -138,7 +120,7 @@ class Bench:
         if given.backbone_epochs:
             self.epochs["backbones"] = (given.backbone_epochs, self.epochs["backbones"][1])
         config = {key: getattr(given, key) for key in keys} | {"epochs": {k: list(v) for k, v in self.epochs.items()}}
-        self.results = Results(given.out, config)
+        self.results = Results(given.out, config, {"backbones": [], "runs": [], "epoch_seconds": {}})
 
     def backbones(self) -> None:
         """Train the classifiers, one after the other."""
@@ -208,17 +190,11 @@ class Bench:
         given = self.given
         epochs, interval = schedule or self.epochs[part]
         words = ["--method", method, "--seed", str(seed), "--epochs", str(epochs), "--eval-every", str(epochs)]
-        words += ["--interval", str(min(interval, max(epochs - 1, 1))), "--score", "invariant", "--progress", "False"]
+        words += ["--interval", str(min(interval, max(epochs - 1, 1))), "--score", "invariant"]
         words += [*(task.smoke.split() if given.smoke else ()), *given.more.split()]
         if backbone is not None:
             words += ["--backbone", str(self._backbone(*backbone))]
-        command = [sys.executable, "-m", "dyrep", "train", task.recipe, *words]
-        command += ["--data", str(given.data / task.folder), "--out", str(out)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        return json.loads((out / "summary.json").read_text()), rows
+        return run_training(task.recipe, [*words, "--data", str(given.data / task.folder)], out)
 
     def _backbone(self, method: str, seed: int) -> Path:
         return self.given.runs / f"backbone-{method}-{seed}"
@@ -229,37 +205,31 @@ class Bench:
     def show(self) -> None:
         """Print a line for every row of the table."""
         for name, task in TASKS.items():
-            runs = [run for run in self.results.data["runs"] if run["task"] == name]
-            for arm in dict.fromkeys(run["arm"] for run in runs):
-                found = [run[task.metric] for run in runs if run["arm"] == arm]
+            own = [run for run in self.results.data["runs"] if run["task"] == name]
+            for arm in dict.fromkeys(run["arm"] for run in own):
+                found = [run[task.metric] for run in own if run["arm"] == arm]
                 spread = statistics.stdev(found) if len(found) > 1 else float("nan")
                 line = f"{name:14s}{arm:14s}{statistics.mean(found):.2f} ± {spread:.2f} %"
-                difference = against_origin(runs, task.metric, arm)
+                difference = against_origin(own, task.metric, arm)
                 if difference is not None:
                     line += f"  {difference[0]:+.2f} ± {difference[1]:.2f} against origin (95 %)"
                 print(line)
 
 
-def against_origin(runs: list[dict[str, Any]], metric: str, arm: str) -> tuple[float, float] | None:
+def against_origin(found: list[dict[str, Any]], metric: str, arm: str) -> tuple[float, float] | None:
     """Mean difference to the row origin over common seeds, and half the width of its 95 % confidence interval."""
-    from scipy import stats
-
-    ours, theirs = ({run["seed"]: run[metric] for run in runs if run["arm"] == name} for name in (arm, "origin"))
-    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-    if arm == "origin" or len(differences) < 2:
+    if arm == "origin":
         return None
-    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-    return statistics.mean(differences), float(reach)
+    return paired(*({run["seed"]: run[metric] for run in found if run["arm"] == name} for name in (arm, "origin")))
 
 
 def _found(task: Task, summary: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    later = rows[1:] or rows
     return {
         task.metric: summary[f"test_{task.metric}_folded"],
         "fold_error": summary["fold_error"],
         "macs": summary["mean_macs"] / summary["macs_plain"],
         "seconds": summary["seconds"],
-        "epoch_seconds": statistics.mean(row["train_seconds"] + row["update_seconds"] for row in later),
+        "epoch_seconds": epoch_seconds(rows),
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import downstream
-from arms import STUDIES, paired
+from arms import STUDIES, against_baseline
 
 from dyrep.methods import method
 
@@ -260,7 +260,7 @@ def selection_table(name: str) -> str:
             continue
         found = [run["val_accuracy"] for run in own]
         accuracy = f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
-        difference = paired(runs, "val_accuracy", flags, study.arms[study.baseline])
+        difference = against_baseline(runs, study, arm)
         against = "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
         macs = short(statistics.mean(run["mean_macs"] for run in own))
         lines.append(f"| {arm} | {accuracy} | {len(found)} | {macs} | {against} |")

@@ -11,19 +11,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
 
+FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
+STUDY = arms.Study({name: f"--{name}" for name in FOUND}, "a")
 RUNS = [
-    {"flags": arm, "seed": seed, "val_accuracy": accuracy}
-    for arm, found in {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}.items()
-    for seed, accuracy in enumerate(found)
+    {"flags": f"--{name}", "seed": seed, "val_accuracy": accuracy}
+    for name, accuracies in FOUND.items()
+    for seed, accuracy in enumerate(accuracies)
 ]
 
 
 def test_differences_are_paired_by_seed_with_a_confidence_interval():
-    mean, reach = arms.paired(RUNS, "val_accuracy", "b", "a")
+    mean, reach = arms.against_baseline(RUNS, STUDY, "b")
     assert mean == pytest.approx(5 / 3)
     assert reach == pytest.approx(4.3027 * 1.1547 / 3**0.5, rel=1e-3)  # differences 1, 1, 3
-    assert arms.paired(RUNS, "val_accuracy", "a", "a") is None
-    assert arms.paired(RUNS, "val_accuracy", "c", "a") is None
+    assert arms.against_baseline(RUNS, STUDY, "a") is None
+    assert arms.against_baseline(RUNS, STUDY, "c") is None
 
 
 @pytest.mark.parametrize("study", arms.STUDIES.values(), ids=list(arms.STUDIES))

@@ -1,0 +1,74 @@
+"""What benchmarks of several runs share: a file that grows with every run, `dyrep train`, and paired differences."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from dyrep.engine.rundir import hardware, versions
+from dyrep.files import replacing
+
+
+class ResultFile:
+    """Results in a JSON file, beside the setup that they belong to.
+
+    Args:
+        path: the file; if it is there, its results are gone on with.
+        config: settings that all results have in common.
+        empty: what the file holds before the first result.
+
+    Attributes:
+        data: everything in the file; whoever changes it saves it.
+        lock: to be held while changing it, if runs are made side by side.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], empty: Mapping[str, Any]) -> None:
+        self._path, self.lock = path, Lock()
+        setup = {"config": dict(config), "versions": versions(), "hardware": hardware()}
+        self.data: dict[str, Any] = {**setup, **empty}
+        if path.exists():
+            found = json.loads(path.read_text())
+            if any(found[key] != setup[key] for key in setup):
+                sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
+            self.data = found
+
+    def save(self) -> None:
+        """Write the file."""
+        with replacing(self._path) as temporary:
+            temporary.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+
+
+def run_training(recipe: str, words: Sequence[str], out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One run of `dyrep train`: its summary and its rows of metrics. A run that is complete is not repeated."""
+    command = [sys.executable, "-m", "dyrep", "train", recipe, *words, "--progress", "False", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return json.loads((out / "summary.json").read_text()), lines(out / "metrics.jsonl")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """What a file holds, line by line; nothing if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Mean time of an epoch, updates included; the first one compiles and captures, and does not count."""
+    return statistics.mean(row["train_seconds"] + row["update_seconds"] for row in rows[1:] or rows)
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float, float] | None:
+    """Mean difference over common seeds, and half the width of its 95 % confidence interval."""
+    from scipy import stats
+
+    differences = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+    if len(differences) < 2:
+        return None
+    reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
+    return statistics.mean(differences), float(reach)
