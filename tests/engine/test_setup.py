@@ -7,13 +7,13 @@ import torch
 from safetensors.torch import save_file
 
 from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.resources import uses_channels_last
 from dyrep.engine.setup import (
     load_plain_weights_,
     make_data,
     make_model,
     make_optimizer,
     suit_device_,
-    uses_channels_last,
     uses_graph,
 )
 from dyrep.engine.world import World

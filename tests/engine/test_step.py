@@ -1,5 +1,6 @@
 """The training step on a CPU does what a loop by hand does."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from dyrep.engine.data import Augmentation, ImageArrays, ResidentLoader
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.setup import make_optimizer
 from dyrep.engine.step import TrainStep
+from dyrep.engine.tasks.classification import learn_labels
 from dyrep.execution import Clock
 from dyrep.execution.settings import SETTLING_STEPS
 from dyrep.models import small_vgg
@@ -43,7 +45,7 @@ def make_step(model, loader, *, precision=torch.float32, label_smoothing=0.0, em
         make_optimizer(model, RECIPE, CPU),
         loader,
         precision=precision,
-        label_smoothing=label_smoothing,
+        learn=partial(learn_labels, label_smoothing=label_smoothing),
         average=None if ema is None else WeightAverage(model, ema),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         graph=False,

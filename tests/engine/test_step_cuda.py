@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.setup import make_optimizer
 from dyrep.engine.signals import StopRequest
 from dyrep.engine.step import WARMUP_STEPS, TrainStep
+from dyrep.engine.tasks.classification import learn_labels
 from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World
 from dyrep.models import small_vgg
@@ -49,7 +51,8 @@ def make_step(*, graph, precision=torch.float32, model=None, loader=None, messag
     optimizer = make_optimizer(model, RECIPE, CUDA)
     average = None if ema is None else WeightAverage(model, ema)
     step = TrainStep(
-        model, optimizer, loader or make_loader(), precision=precision, label_smoothing=0.1, average=average,
+        model, optimizer, loader or make_loader(), precision=precision, average=average,
+        learn=partial(learn_labels, label_smoothing=0.1),
         scaler=torch.amp.GradScaler("cuda", enabled=precision == torch.float16), graph=graph,
         message=(messages if messages is not None else []).append,
     )  # fmt: skip

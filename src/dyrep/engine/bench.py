@@ -233,7 +233,6 @@ class Bench:
             optimizer,
             cast(Loader, SimpleNamespace(prepare=lambda raw: raw)),  # the batch is on the device already
             precision=self._precision,
-            label_smoothing=0.0,
             average=None,
             scaler=torch.amp.GradScaler(self._device.type, enabled=self._precision == torch.float16),
             graph=graph,

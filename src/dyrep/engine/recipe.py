@@ -241,11 +241,6 @@ class Recipe:
         unknown = sorted(set(data) - known)
         if data.get("sigma_gradient") == "length":  # there was such a thing once, and it was what "none" is today
             data = {**data, "sigma_gradient": "none"}
-        # what had no effect was not always refused
-        if TASKS.get(data.get("dataset", "")) == "segmentation" and data.get("crop", "none") == "none":
-            data = {**data, "scale": (1.0, 1.0)}
-        if data.get("weights") is not None and data.get("backbone") is not None:
-            data = {**data, "backbone": None}
         if unknown:
             raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
         settings = {

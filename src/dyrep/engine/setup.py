@@ -11,23 +11,11 @@ from torch import Tensor, nn
 
 from dyrep.engine.data import Data
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.resources import uses_channels_last
 from dyrep.engine.rundir import PLAIN, RunDirectory
 from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError
 from dyrep.models.backbones import load_backbone_
-
-__all__ = [
-    "backbone_weights",
-    "load_plain_weights_",
-    "make_data",
-    "make_model",
-    "make_optimizer",
-    "suit_device_",
-    "uses_channels_last",
-    "uses_graph",
-]
 
 
 def make_data(recipe: Recipe, settings: RunSettings, world: World) -> Data:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,13 +58,12 @@ class TrainStep:
         optimizer: its optimizer. On a GPU it has to be fused, with a tensor as learning rate.
         loader: turns raw batches into what is learnt from.
         precision: dtype of convolutions and products.
-        label_smoothing: of the loss, if labels of images are learnt.
         average: moving average of the weights, if there is one.
         scaler: of the loss, for float16.
         graph: replay a captured CUDA graph.
         message: told in words when a graph cannot be captured.
         clock: says in which steps folded blocks measure σ (default: in all); every step moves it on.
-        learn: the loss of a batch, and what was right (default: labels of images are learnt).
+        learn: the loss of a batch, and what was right (default: cross entropy of labels of images).
     """
 
     def __init__(
@@ -75,17 +73,15 @@ class TrainStep:
         loader: Loader,
         *,
         precision: torch.dtype,
-        label_smoothing: float,
         average: WeightAverage | None,
         scaler: torch.amp.GradScaler,
         graph: bool,
         message: Callable[[str], None],
         clock: Clock | None = None,
-        learn: Learn | None = None,
+        learn: Learn = learn_labels,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
-        self._precision = precision
-        self._learn: Learn = learn or partial(learn_labels, label_smoothing=label_smoothing)
+        self._precision, self._learn = precision, learn
         self._average, self._scaler, self._message = average, scaler, message
         self.clock = Clock(managed=True) if clock is None else clock
         self.scorer: StepScorer | None = None

@@ -31,6 +31,7 @@ from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import EventLog
 from dyrep.execution import Clock
 from dyrep.methods import method
+from dyrep.models.backbones import train_
 from dyrep.norm import sync_norms_
 from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
@@ -92,7 +93,7 @@ class Trainer:
         seed_everything(recipe.seed, "weights")
         shape = {"channels": self.data.channels, "size": self.data.size}
         self.model = make_model(recipe, classes=len(self.data.classes), **shape, initialised=not resuming)
-        self.task.train_(self.model)  # frozen norms are in eval mode from the start
+        self._train_mode_()  # frozen norms are in eval mode from the start
         self.converted = convert_model_(self.model, recipe, self.task.example(**shape, device="cpu"))
         if recipe.sync_norms:
             if world.device.type != "cuda":
@@ -120,7 +121,6 @@ class Trainer:
             self.optimizer,
             self.data.train,
             precision=self._precision,
-            label_smoothing=recipe.label_smoothing,
             average=self.average,
             scaler=self._scaler,
             graph=graph,
@@ -162,10 +162,13 @@ class Trainer:
             self._curves.close()
         return self.epoch == self.recipe.epochs
 
+    def _train_mode_(self) -> None:
+        train_(self.model, norms=self.recipe.norms, frozen_stages=self.recipe.frozen_stages)
+
     def _train_epoch(self) -> bool:
         """Train to the end of the epoch; False if somebody wants to stop before."""
         loader = self.data.train
-        self.task.train_(self.model)
+        self._train_mode_()
         self._began_epoch, self._examples_at_start = time.perf_counter(), self._train_on.read().examples
         self._train_on.clock.step = self.step  # the same whether the run was interrupted or not
         for raw in loader.batches(self.epoch, self.step):
@@ -318,7 +321,7 @@ class Trainer:
             return totals
         loader = self.data.train
         batch = loader.prepare(next(iter(loader.batches(self.epoch, min(totals.steps, loader.steps - 1)))))
-        self.task.train_(self.model)
+        self._train_mode_()
         with computing_in(self._precision, self.world.device):
             origin = find_origin(self.model, self.task.inputs(batch))
         if totals.diverged:

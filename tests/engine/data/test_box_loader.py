@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from downstream_data import COUNTS, annotation, write_coco, write_voc
-from dyrep.engine.data.boxes import divided
 from dyrep.engine.data.detection import BoxLoader, open_detection
+from dyrep.engine.data.pictures import divided
 from dyrep.engine.data.splits import DataError
 from dyrep.engine.data.voc import read_voc
 from dyrep.errors import ConfigError

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dyrep.engine.data import Augmentation, DataError, ResidentLoader, StreamingLoader, open_data, opening
+from dyrep.engine.data import Augmentation, DataError, ResidentLoader, StreamingLoader, open_data, pictures
 from dyrep.errors import ConfigError
 
 
@@ -99,7 +99,7 @@ def test_files_that_fit_are_kept_on_the_device(image_folder, monkeypatch):
     assert all(isinstance(loader, ResidentLoader) for loader in (data.train, data.val, data.test))
     assert (data.size, data.channels, data.classes) == (8, 3, ("ant", "bee", "cow"))
     assert isinstance(opened("folder", root, resident=False, **small).test, StreamingLoader)
-    monkeypatch.setattr(opening, "RESIDENT_LIMIT", 18 * 3 * 8 * 8 - 1)
+    monkeypatch.setattr(pictures, "RESIDENT_LIMIT", 18 * 3 * 8 * 8 - 1)
     assert isinstance(opened("folder", root, **small).train, StreamingLoader)
     assert isinstance(opened("folder", root, resident=True, **small).train, ResidentLoader)
 

@@ -219,12 +219,6 @@ def test_settings_that_make_no_sense_are_refused(task, values, message):
         replace(base, **values)
 
 
-def test_recipes_of_runs_that_had_such_settings_are_still_read():
-    chosen = MAKERS["segmentation"](crop="none", image_size=None, scale=(1.0, 1.0), weights="a")
-    written = {**chosen.to_dict(), "scale": [0.75, 1.5], "backbone": "b"}
-    assert Recipe.from_dict(written) == chosen
-
-
 def test_settings_of_other_tasks_are_refused_in_classification():
     for values in ({"backbone": "run"}, {"norms": "frozen"}, {"frozen_stages": 1}, {"scale": (0.5, 2.0)}):
         with pytest.raises(ConfigError, match="has no use in classification"):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from dyrep.engine.data.pictures import held_out, image_sizes
+from dyrep.engine.data.pictures import image_sizes
 from dyrep.engine.data.splits import DataError
-from dyrep.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -166,20 +164,3 @@ def emptied(collectors: Sequence[BoxCollector]) -> tuple[str, ...]:
     example = next(collector.example for collector in collectors if collector.example)
     boxes = "box was" if count == 1 else "boxes were"
     return (f"{count} empty {boxes} left out (one in {example})",)
-
-
-def divided(source: Any, val_split: float) -> Any:
-    """A source of which some training images are held out, if asked for.
-
-    Raises:
-        ConfigError: it has images to look at already, or the number is out of range.
-    """
-    if not val_split:
-        return source
-    if source.val is not None:
-        raise ConfigError(f"val_split={val_split:g}: this data set has a val split of its own; leave it out")
-    if val_split >= 1 and val_split != int(val_split):
-        raise ConfigError(f"val_split={val_split!r}: must be 0, a share below 1, or a whole number of images")
-    total = len(source.train)
-    rest, held = held_out(int(val_split) if val_split >= 1 else max(1, round(val_split * total)), total)
-    return replace(source, train=source.train.take(rest), val=source.train.take(held))

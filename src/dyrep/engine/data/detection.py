@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dyrep.engine.data.boxes import BoxFiles, BoxSource, divided
+from dyrep.engine.data.boxes import BoxFiles, BoxSource
 from dyrep.engine.data.coco import LAYOUT as COCO_LAYOUT
 from dyrep.engine.data.coco import read_coco
 from dyrep.engine.data.loader import Batch, Raw, Replay
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.pictures import Pictures, fits
+from dyrep.engine.data.pictures import Pictures, divided, fits
 from dyrep.engine.data.splits import DataError
 from dyrep.engine.data.voc import LAYOUT as VOC_LAYOUT
 from dyrep.engine.data.voc import read_voc
@@ -175,13 +175,9 @@ def open_detection(
         test=evaluated(source.test),
         classes=source.classes,
         channels=3,
-        size=size or _shorter_side(train),
+        size=size or min(source.train.sizes[0]),
         notes=source.notes,
     )
-
-
-def _shorter_side(loader: BoxLoader) -> int:
-    return min(loader._pictures[0].shape[-2:])
 
 
 def _without_crowds(target: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ import torch
 from dyrep.engine.data.augment import Augmentation
 from dyrep.engine.data.folders import LAYOUT, common_size
 from dyrep.engine.data.loader import Loader
+from dyrep.engine.data.pictures import fits
 from dyrep.engine.data.resident import ResidentLoader
 from dyrep.engine.data.sources import load_files, read_cifar, read_digits, read_folder
-from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, hold_out
+from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, held_out_count, hold_out
 from dyrep.engine.data.streaming import StreamingLoader
 from dyrep.errors import ConfigError
 
@@ -24,7 +25,6 @@ CONTENTS = {
 }
 """What should be in the folder of every data set that needs one."""
 DATASETS = ("digits", *CONTENTS)
-RESIDENT_LIMIT = 4 * 2**30
 LARGEST_EVAL_BATCH = 1000
 
 
@@ -170,10 +170,7 @@ def _divided(split: ImageArrays | ImageFiles, val_split: float) -> tuple[Any, An
     """What remains to train on, and what is held out, if anything."""
     if val_split == 0:
         return split, None
-    if not val_split > 0 or (val_split >= 1 and val_split != int(val_split)):
-        raise ConfigError(f"val_split={val_split!r}: must be 0, a share below 1, or a whole number of examples")
-    count = int(val_split) if val_split >= 1 else max(1, round(val_split * len(split.labels)))
-    return hold_out(split, count)
+    return hold_out(split, held_out_count(val_split, len(split.labels)))
 
 
 def _stays(dataset: str, source: Source, size: int, augmentation: Augmentation, resident: bool | None) -> bool:
@@ -187,10 +184,8 @@ def _stays(dataset: str, source: Source, size: int, augmentation: Augmentation, 
         return True
     if resident and streamed:
         raise ConfigError(f"resident=True: {streamed[0]} needs images to be read one by one; leave one of them out")
-    if resident is None:
-        count = len(source.train.labels) + len(source.test.labels)
-        return not streamed and count * 3 * size * size <= RESIDENT_LIMIT
-    return resident
+    count = len(source.train.labels) + len(source.test.labels)
+    return not streamed and fits(count * 3 * size * size, resident)
 
 
 def _in_memory(split: Any, size: int, jobs: int) -> Any:

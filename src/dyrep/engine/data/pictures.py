@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dyrep.engine.data.reading import decode, needed, reading
+from dyrep.engine.data.splits import held_out_count
 from dyrep.errors import ConfigError
 
 RESIDENT_LIMIT = 4 * 2**30
@@ -116,3 +119,18 @@ def held_out(count: int, total: int) -> tuple[Tensor, Tensor]:
         raise ConfigError(f"val_split={count}: cannot hold out {count} of {total} images")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
     return order[count:].sort().values, order[:count].sort().values
+
+
+def divided(source: Any, val_split: float) -> Any:
+    """A source of which some training images are held out, if asked for.
+
+    Raises:
+        ConfigError: it has images to look at already, or the number is out of range.
+    """
+    if not val_split:
+        return source
+    if source.val is not None:
+        raise ConfigError(f"val_split={val_split:g}: this data set has a val split of its own; leave it out")
+    total = len(source.train)
+    rest, held = held_out(held_out_count(val_split, total), total)
+    return replace(source, train=source.train.take(rest), val=source.train.take(held))

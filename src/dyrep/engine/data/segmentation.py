@@ -12,13 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dyrep.engine.data.boxes import divided
 from dyrep.engine.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from dyrep.engine.data.loader import Batch, Raw, Replay
 from dyrep.engine.data.masks import IGNORED, LAYOUT, MaskFiles, MaskSource, read_labels, read_masks
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.pictures import Pictures, fits, image_sizes, read_picture
+from dyrep.engine.data.pictures import Pictures, divided, fits, image_sizes, read_picture
 from dyrep.engine.data.splits import DataError
 from dyrep.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dyrep.errors import DyRepError
+from dyrep.errors import ConfigError, DyRepError
 
 
 class DataError(DyRepError, ValueError):
@@ -69,6 +69,21 @@ class Source:
 
 
 Split = TypeVar("Split", ImageArrays, ImageFiles)
+
+
+def held_out_count(val_split: float, total: int) -> int:
+    """How many of so many examples are held out: a share below 1, or a number.
+
+    Raises:
+        ConfigError: it is neither.
+
+    Example:
+        >>> held_out_count(0.1, 40), held_out_count(7, 40)
+        (4, 7)
+    """
+    if not val_split > 0 or (val_split >= 1 and val_split != int(val_split)):
+        raise ConfigError(f"val_split={val_split!r}: must be 0, a share below 1, or a whole number of examples")
+    return int(val_split) if val_split >= 1 else max(1, round(val_split * total))
 
 
 def hold_out(split: Split, count: int, seed: int = 0) -> tuple[Split, Split]:

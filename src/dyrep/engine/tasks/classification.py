@@ -65,10 +65,6 @@ class Classification:
         """A network of `dyrep.models`, timm, torchvision or the user's own."""
         return models.build(self._recipe.model, num_classes=classes, in_channels=channels)
 
-    def train_(self, model: nn.Module) -> None:
-        """Put a model into training mode."""
-        model.train()
-
     def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
         """Cross entropy, and how many images were classified rightly."""
         return learn_labels(model, batch, computing, self._recipe.label_smoothing)

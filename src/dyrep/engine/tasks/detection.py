@@ -22,7 +22,7 @@ from dyrep.engine.tasks.measuring import FoundBoxes, mean_average_precision
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
 from dyrep.errors import ConfigError
-from dyrep.models.backbones import keep_still_, train_
+from dyrep.models.backbones import keep_still_
 from dyrep.models.detection import set_boxes_per_image_, set_image_size_
 from dyrep.surgery.detectors import heads_in_float32
 
@@ -78,10 +78,6 @@ class Detection:
                 set_boxes_per_image_(model, recipe.boxes_per_image)
         keep_still_(model, norms=recipe.norms, frozen_stages=recipe.frozen_stages)
         return model
-
-    def train_(self, model: nn.Module) -> None:
-        """Put a model into training mode, less what is frozen."""
-        train_(model, norms=self._recipe.norms, frozen_stages=self._recipe.frozen_stages)
 
     def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
         """The sum of all losses that the detector gives."""

@@ -87,8 +87,8 @@ class FoundBoxes:
         parts = zip(self._world.gather(padded), counts, strict=True)
         together = torch.cat([part[:count] for part, count in parts])
         predictions, targets = [], []
-        for place in together[:, 0].unique().tolist():
-            own = together[together[:, 0] == place]
+        together = together[together[:, 0].argsort(stable=True)]
+        for own in together.split(together[:, 0].unique(return_counts=True)[1].tolist()):
             found, there = (own[own[:, 1] == kind] for kind in (0, 1))
             predictions.append({**_boxes(found), "scores": found[:, 8].float()})
             targets.append({**_boxes(there), "iscrowd": there[:, 8].long()})

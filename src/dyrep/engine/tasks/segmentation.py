@@ -23,7 +23,7 @@ from dyrep.engine.resources import readers, uses_channels_last
 from dyrep.engine.tasks.measuring import intersection_over_union
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
-from dyrep.models.backbones import keep_still_, train_
+from dyrep.models.backbones import keep_still_
 from dyrep.models.segmentation import check_trainable
 
 
@@ -76,10 +76,6 @@ class Segmentation:
             model = models.build(recipe.model, num_classes=classes, in_channels=channels)
         keep_still_(model, norms=recipe.norms, frozen_stages=recipe.frozen_stages)
         return model
-
-    def train_(self, model: nn.Module) -> None:
-        """Put a model into training mode, less what is frozen."""
-        train_(model, norms=self._recipe.norms, frozen_stages=self._recipe.frozen_stages)
 
     def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
         """Cross entropy over all pixels that count, and the share of them that was classified rightly."""

@@ -57,9 +57,6 @@ class Task(Protocol):
     def build(self, *, classes: int, channels: int, size: int | None) -> nn.Module:
         """The plain network, with random weights, and frozen as far as the recipe says."""
 
-    def train_(self, model: nn.Module) -> None:
-        """Put a model into training mode, less what is frozen."""
-
     def learn(self, model: nn.Module, batch: Any, computing: AbstractContextManager[Any]) -> Learnt:
         """The loss of a batch, and what was right."""
 
