@@ -7,11 +7,11 @@ networks (PSPNet, CamVid) are trained from them, plain or with DyRep. The file i
 it holds already are not repeated; runs that were stopped go on.
 
 ``--parts backbones``, ``detection``, ``segmentation`` and ``times`` do one part of it, in this order, so that each fits
-into a few minutes. With ``--workers`` above 1 runs of a task share the GPU; then times per epoch are measured in the
+into a few minutes. With ``--workers`` above 1 runs share the GPU; then times per epoch are measured in the
 part ``times``, in short runs that have it alone: with an update after every epoch, they go through as many structures.
 
-Nothing is chosen by these runs, so they look at the test sets. One backbone per method serves all seeds of the tasks
-unless ``--backbone-seeds`` says otherwise: then what differs between rows is the method and the luck of one backbone.
+Nothing is chosen by these runs, so they look at the test sets. A seed is that of the backbone and of the task: every
+run of a row starts from a backbone of its own, and rows are compared seed by seed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,35 +117,36 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given = given
-        keys = ("smoke", "backbone_seeds", "more")
         self.epochs = {part: SMOKE if given.smoke else EPOCHS[part] for part in EPOCHS}
         if given.backbone_epochs:
             self.epochs["backbones"] = (given.backbone_epochs, self.epochs["backbones"][1])
-        config = {key: getattr(given, key) for key in keys} | {"epochs": {k: list(v) for k, v in self.epochs.items()}}
+        epochs = {part: list(found) for part, found in self.epochs.items()}
+        config = {"smoke": given.smoke, "more": given.more, "epochs": epochs}
         self.results = Results(given.out, config, {"backbones": [], "runs": [], "epoch_seconds": {}})
 
     def backbones(self) -> None:
-        """Train the classifiers, one after the other."""
-        wanted = dict.fromkeys(ARMS[arm][0] for arm in self.given.arms)
-        for seed in range(self.given.backbone_seeds):
-            for method in (method for method in wanted if method is not None):
-                if not self.results.has("backbones", method=method, seed=seed):
-                    summary, rows = self._train(BACKBONE, "backbones", self._backbone(method, seed), method, seed)
-                    self.results.add("backbones", {"method": method, "seed": seed, **_found(BACKBONE, summary, rows)})
-                    self._say(f"backbone {method}, seed {seed}", BACKBONE, summary)
+        """Train the classifiers of all methods and seeds."""
+        methods = [method for method in dict.fromkeys(ARMS[arm][0] for arm in self.given.arms) if method is not None]
+        self._side_by_side(
+            partial(self._classifier, method, seed)
+            for seed in range(self.given.seeds)
+            for method in methods
+            if not self.results.has("backbones", method=method, seed=seed)
+        )
 
     def task(self, name: str) -> None:
         """Train all rows and seeds of a task."""
-        given, failed = self.given, []
-        wanted = [
-            (arm, seed)
-            for seed in range(given.seeds)
-            for arm in given.arms
+        self._side_by_side(
+            partial(self._arm, name, arm, seed)
+            for seed in range(self.given.seeds)
+            for arm in self.given.arms
             if not self.results.has("runs", task=name, arm=arm, seed=seed)
-        ]
-        with ThreadPoolExecutor(given.workers) as pool:
-            jobs = [pool.submit(self._arm, name, arm, seed) for arm, seed in wanted]
-            for job in as_completed(jobs):
+        )
+
+    def _side_by_side(self, runs: Iterable[Callable[[], None]]) -> None:
+        failed = []
+        with ThreadPoolExecutor(self.given.workers) as pool:
+            for job in as_completed([pool.submit(run) for run in runs]):
                 try:
                     job.result()
                 except RuntimeError as error:  # the others are worth having all the same
@@ -167,9 +170,15 @@ class Bench:
                 self.results.set_time(name, method, trained + updated)
                 print(f"{name}, {method}: {trained + updated:.2f} s per epoch", flush=True)
 
+    def _classifier(self, method: str, seed: int) -> None:
+        summary, rows = self._train(BACKBONE, "backbones", self._backbone(method, seed), method, seed)
+        about = {"method": method, "seed": seed, "shared_by": self.given.workers}
+        self.results.add("backbones", {**about, **_found(BACKBONE, summary, rows)})
+        self._say(f"backbone {method}, seed {seed}", BACKBONE, summary)
+
     def _arm(self, name: str, arm: str, seed: int) -> None:
         before, method = ARMS[arm]
-        backbone = None if before is None else (before, seed % self.given.backbone_seeds)
+        backbone = None if before is None else (before, seed)
         out = self.given.runs / f"{name}-{arm.replace(' ', '-')}-{seed}"
         summary, rows = self._train(TASKS[name], name, out, method, seed, backbone=backbone)
         about = {"task": name, "arm": arm, "seed": seed, "shared_by": self.given.workers}
@@ -241,9 +250,8 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:PAPER_ARMS])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--backbone-seeds", type=int, default=1)
     parser.add_argument("--backbone-epochs", type=int)
-    parser.add_argument("--workers", type=int, default=1, help="runs of a task that share the GPU")
+    parser.add_argument("--workers", type=int, default=1, help="runs that share the GPU")
     parser.add_argument("--more", default="", help="flags for every run, to try things out")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything works")
     given = parser.parse_args(command)

@@ -40,10 +40,13 @@ def test_rows_are_those_of_the_paper(trained, tmp_path, capsys):
         ("backbone-origin-0", "origin"),
         ("backbone-dbb-0", "dbb"),
         ("backbone-dyrep-0", "dyrep"),
+        ("backbone-origin-1", "origin"),
+        ("backbone-dbb-1", "dbb"),
+        ("backbone-dyrep-1", "dyrep"),
     ]
     detection = {name: (method, backbone) for name, method, backbone in trained if name.startswith("detection")}
     assert len(detection) == 10
-    assert detection["detection-DBB-C-1"] == ("origin", ("dbb", 0))
+    assert detection["detection-DBB-C-1"] == ("origin", ("dbb", 1))
     assert detection["detection-DyRep-D-0"] == ("dyrep", ("origin", 0))
     assert detection["detection-DyRep-C+D-0"] == ("dyrep", ("dyrep", 0))
     saved = json.loads(out.read_text())
@@ -82,7 +85,7 @@ def test_the_table_of_the_documentation_is_made_from_the_file(trained, tmp_path,
     words = ["--data", str(tmp_path), "--out", str(tmp_path / "results" / "downstream.json"), "--workers", "2"]
     downstream.main([*words, "--seeds", "2"])
     lines = tables.downstream_table().splitlines()
-    assert lines[2] == "| origin | 50.00 | 50.50 ± 0.71 | 2.33 | 50.50 ± 0.71 | 2.12 | 2 |"
+    assert lines[2] == "| origin | 50.50 ± 0.71 | 50.50 ± 0.71 | 2.33 | 50.50 ± 0.71 | 2.12 | 2 |"
     assert [line.split(" | ")[0] for line in lines[3:7]] == ["| DBB-C", "| DyRep-C", "| DyRep-D", "| DyRep-C+D"]
 
 
