@@ -8,7 +8,7 @@ it holds already are not repeated; runs that were stopped go on.
 
 ``--parts backbones``, ``detection``, ``segmentation`` and ``times`` do one part of it, in this order, so that each fits
 into a few minutes. With ``--workers`` above 1 runs share the GPU; then times per epoch are measured in the
-part ``times``, in short runs that have it alone: with an update after every epoch, they go through as many structures.
+part ``times``, in runs that have it alone.
 
 Nothing is chosen by these runs, so they look at the test sets. A seed is that of the backbone and of the task: every
 run of a row starts from a backbone of its own, and rows are compared seed by seed.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ TASKS = {
         "camvid-pspnet", "CamVid", "miou", "--image-size 32 --batch-size 4 --lr 0.01 --calibration-batches 1"
     ),
 }
-EPOCHS = {"backbones": (30, 2), "detection": (24, 3), "segmentation": (80, 8)}
+EPOCHS = {"backbones": (20, 2), "detection": (24, 3), "segmentation": (80, 8)}
 """Epochs, and epochs between updates."""
 SMOKE = (2, 1)
 
@@ -134,10 +134,11 @@ class Bench:
             if not self.results.has("backbones", method=method, seed=seed)
         )
 
-    def task(self, name: str) -> None:
-        """Train all rows and seeds of a task."""
+    def tasks(self, names: Sequence[str]) -> None:
+        """Train all rows and seeds of tasks."""
         self._side_by_side(
             partial(self._arm, name, arm, seed)
+            for name in names
             for seed in range(self.given.seeds)
             for arm in self.given.arms
             if not self.results.has("runs", task=name, arm=arm, seed=seed)
@@ -160,15 +161,10 @@ class Bench:
             for method in dict.fromkeys(ARMS[arm][1] for arm in self.given.arms):
                 if method in self.results.data["epoch_seconds"].get(name, {}):
                     continue
-                epochs, interval = self.epochs[name]
-                short = max(epochs // interval, 2)
                 out = self.given.runs / f"time-{name}-{method}"
-                _, rows = self._train(task, name, out, method, seed=0, schedule=(short, 1), backbone=("origin", 0))
-                later = rows[1:]  # the first epoch starts everything up
-                trained = statistics.mean(row["train_seconds"] for row in later)
-                updated = statistics.mean(row["update_seconds"] for row in later) / interval
-                self.results.set_time(name, method, trained + updated)
-                print(f"{name}, {method}: {trained + updated:.2f} s per epoch", flush=True)
+                _, rows = self._train(task, name, out, method, seed=0, backbone=("origin", 0))
+                self.results.set_time(name, method, epoch_seconds(rows))
+                print(f"{name}, {method}: {epoch_seconds(rows):.2f} s per epoch", flush=True)
 
     def _classifier(self, method: str, seed: int) -> None:
         summary, rows = self._train(BACKBONE, "backbones", self._backbone(method, seed), method, seed)
@@ -192,12 +188,11 @@ class Bench:
         out: Path,
         method: str,
         seed: int,
-        schedule: tuple[int, int] | None = None,
         backbone: tuple[str, int] | None = None,
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """One run of `dyrep train`, and what it found; a run that is complete is not repeated."""
         given = self.given
-        epochs, interval = schedule or self.epochs[part]
+        epochs, interval = self.epochs[part]
         words = ["--method", method, "--seed", str(seed), "--epochs", str(epochs), "--eval-every", str(epochs)]
         words += ["--interval", str(min(interval, max(epochs - 1, 1))), "--score", "invariant"]
         words += [*(task.smoke.split() if given.smoke else ()), *given.more.split()]
@@ -256,13 +251,11 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything works")
     given = parser.parse_args(command)
     bench = Bench(given)
-    for part in (part for part in PARTS if part in given.parts):
-        if part in TASKS:
-            bench.task(part)
-        elif part == "backbones":
-            bench.backbones()
-        elif given.workers > 1 or given.parts == ["times"]:
-            bench.times()
+    if "backbones" in given.parts:
+        bench.backbones()
+    bench.tasks([part for part in given.parts if part in TASKS])
+    if "times" in given.parts and (given.workers > 1 or given.parts == ["times"]):
+        bench.times()
     bench.show()
 
 

@@ -34,7 +34,7 @@ class ResultFile:
         self.data: dict[str, Any] = {**setup, **empty}
         if path.exists():
             found = json.loads(path.read_text())
-            if any(found[key] != setup[key] for key in setup):
+            if not _same_setup(found, setup):
                 sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
             self.data = found
 
@@ -42,6 +42,13 @@ class ResultFile:
         """Write the file."""
         with replacing(self._path) as temporary:
             temporary.write_text(json.dumps(self.data, indent=1, ensure_ascii=False) + "\n")
+
+
+def _same_setup(found: Mapping[str, Any], setup: Mapping[str, Any]) -> bool:
+    """Whether results can stand side by side; packages that only one of the two had installed were not used by both."""
+    ours, theirs = setup["versions"], found["versions"]
+    same = all(found[key] == setup[key] for key in ("config", "hardware"))
+    return same and all(ours[package] == theirs[package] for package in ours.keys() & theirs.keys())
 
 
 def run_training(recipe: str, words: Sequence[str], out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
