@@ -129,7 +129,7 @@ class Bench:
         methods = [method for method in dict.fromkeys(ARMS[arm][0] for arm in self.given.arms) if method is not None]
         self._side_by_side(
             partial(self._classifier, method, seed)
-            for seed in range(self.given.seeds)
+            for seed in self.given.seeds
             for method in methods
             if not self.results.has("backbones", method=method, seed=seed)
         )
@@ -139,7 +139,7 @@ class Bench:
         self._side_by_side(
             partial(self._arm, name, arm, seed)
             for name in names
-            for seed in range(self.given.seeds)
+            for seed in self.given.seeds
             for arm in self.given.arms
             if not self.results.has("runs", task=name, arm=arm, seed=seed)
         )
@@ -157,12 +157,13 @@ class Bench:
 
     def times(self) -> None:
         """Measure an epoch of every task and method alone; with one worker the runs themselves have shown it."""
+        seed = self.given.seeds[0]
         for name, task in TASKS.items():
             for method in dict.fromkeys(ARMS[arm][1] for arm in self.given.arms):
                 if method in self.results.data["epoch_seconds"].get(name, {}):
                     continue
                 out = self.given.runs / f"time-{name}-{method}"
-                _, rows = self._train(task, name, out, method, seed=0, backbone=("origin", 0))
+                _, rows = self._train(task, name, out, method, seed, backbone=("origin", seed))
                 self.results.set_time(name, method, epoch_seconds(rows))
                 print(f"{name}, {method}: {epoch_seconds(rows):.2f} s per epoch", flush=True)
 
@@ -244,7 +245,7 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs") / "downstream", help="folder for the runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:PAPER_ARMS])
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--backbone-epochs", type=int)
     parser.add_argument("--workers", type=int, default=1, help="runs that share the GPU")
     parser.add_argument("--more", default="", help="flags for every run, to try things out")

@@ -18,6 +18,7 @@ import downstream
 from arms import STUDIES, against_baseline
 
 from dyrep.methods import method
+from dyrep.reproduce.paper import STUDIES as PAPER_TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -212,34 +213,34 @@ def downstream_table() -> str:
     if not path.exists():
         return "Not measured yet: `make downstream DATA=DIR` does it on a machine with a GPU."
     data = json.loads(path.read_text())
-    heads = (
-        "row",
-        "Tiny-ImageNet, top-1 (%)",
-        "BCCD, mAP (%)",
-        "s per epoch",
-        "CamVid, mIoU (%)",
-        "s per epoch",
-        "seeds",
-    )
-    lines = [f"| {' | '.join(heads)} |", "|---|" + "---|" * (len(heads) - 1)]
+    tasks = {name: [run for run in data["runs"] if run["task"] == name] for name in downstream.TASKS}
+    heads = ["row", "Tiny-ImageNet, top-1 (%)"]
+    for metric in ("BCCD, mAP (%)", "CamVid, mIoU (%)"):
+        heads += [metric, "against origin (95 %)", "s per epoch"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, (before, after) in downstream.ARMS.items():
-        own = [run for run in data["runs"] if run["arm"] == arm]
-        if not own:
+        if not any(run["arm"] == arm for run in data["runs"]):
             continue
-        top = [run["accuracy"] for run in data["backbones"] if run["method"] == before]
-        cells = [arm, mean_and_spread(top)]
-        for task, metric in (("detection", "map"), ("segmentation", "miou")):
-            found = [run[metric] for run in own if run["task"] == task]
-            alone = [run["epoch_seconds"] for run in own if run["task"] == task and run["shared_by"] == 1]
-            seconds = data["epoch_seconds"].get(task, {}).get(after) or (statistics.mean(alone) if alone else None)
-            cells += [mean_and_spread(found), "not measured" if seconds is None else f"{seconds:.2f}"]
-        seeds = {len([run for run in own if run["task"] == task]) for task in ("detection", "segmentation")}
-        lines.append(f"| {' | '.join([*cells, ', '.join(map(str, sorted(seeds)))])} |")
-    epochs = {part: found[0] for part, found in data["config"]["epochs"].items()}
-    words = ", ".join(f"{count} epochs of {part}" for part, count in epochs.items())
+        cells = [arm, mean_and_spread([run["accuracy"] for run in data["backbones"] if run["method"] == before])]
+        for name, task in downstream.TASKS.items():
+            own = [run for run in tasks[name] if run["arm"] == arm]
+            difference = downstream.against_origin(tasks[name], task.metric, arm)
+            alone = [run["epoch_seconds"] for run in own if run["shared_by"] == 1]
+            seconds = data["epoch_seconds"].get(name, {}).get(after) or (statistics.mean(alone) if alone else None)
+            cells += [
+                mean_and_spread([run[task.metric] for run in own]),
+                "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}",
+                "–" if seconds is None else f"{seconds:.2f}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    words = []
+    for part, (epochs, _) in data["config"]["epochs"].items():
+        seeds = sorted({run["seed"] for run in (data["backbones"] if part == "backbones" else tasks[part])})
+        if seeds:
+            words.append(f"{part}: {epochs} epochs, seeds {', '.join(map(str, seeds))}")
     versions = data["versions"]
-    about = f"{data['hardware']}; torch {versions['torch']}; {words}; `make downstream`, `results/downstream.json`"
-    return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd over seeds. {about})"])
+    about = f"{data['hardware']}; torch {versions['torch']}; `make downstream`, `results/downstream.json`"
+    return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd. {'; '.join(words)}; {about})"])
 
 
 def mean_and_spread(values: list[float]) -> str:
@@ -269,6 +270,42 @@ def selection_table(name: str) -> str:
     if len(lines) < 4:  # one arm alone says nothing
         return f"Not run yet: `{command}`."
     return "\n".join([*lines, "", f"({data['hardware']}; torch {versions['torch']}; `{command}`)"])
+
+
+def cifar_table() -> str:
+    """The paper's table of CIFAR-10, its figures beside ours."""
+    path = ROOT / "results" / "cifar.json"
+    command = "python benchmarks/arms.py table --data DIR --out results/cifar.json"
+    if not path.exists():
+        return f"Not run yet: `{command}`."
+    data, study = json.loads(path.read_text()), STUDIES["table"]
+    paper = {row.label: row.paper for row in PAPER_TABLES["cifar"].rows if row.group == "CIFAR-10"}
+    heads = ["600 epochs", "paper (%)", "ours (%)", "against origin (95 %)", "seeds"]
+    heads += ["paper, GPU time", "ours", "× origin", "multiply-adds: paper", "ours", "parameters: paper", "ours"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    minutes = {
+        arm: statistics.mean(spans)
+        for arm, flags in study.arms.items()
+        if (spans := [run["minutes"] for run in data["runs"] if run["flags"] == flags and "minutes" in run])
+    }
+    for arm, flags in study.arms.items():
+        own = [run for run in data["runs"] if run["flags"] == flags]
+        if not own:
+            continue
+        theirs = paper[arm.split(",")[0]]
+        difference = against_baseline(data["runs"], study, arm)
+        times = [str(theirs["cost"]), "–", "–"]
+        if arm in minutes:
+            times[1:] = f"{minutes[arm]:.1f} min", f"{minutes[arm] / minutes[study.baseline]:.2f}"
+        cells = [
+            *(arm, str(theirs["accuracy"]), mean_and_spread([run["test_accuracy"] for run in own])),
+            *("" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}", str(len(own)), *times),
+            *(f"{theirs['macs']} M", short(statistics.mean(run["mean_macs"] for run in own))),
+            *(f"{theirs['parameters']} M", short(statistics.mean(run["mean_parameters"] for run in own))),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = f"{data['hardware']}, a run alone on it; the paper's is a V100; torch {data['versions']['torch']}"
+    return "\n".join([*lines, "", f"(Test set, folded networks, mean ± sd. {about}; `{command}`)"])
 
 
 def noise_table() -> str:
@@ -306,6 +343,7 @@ TABLES = {
     ("docs/speed.md", "profile table"): profile_table,
     ("docs/speed.md", "executions table"): executions_table,
     ("docs/downstream.md", "downstream table"): downstream_table,
+    ("docs/results.md", "cifar table"): cifar_table,
     ("docs/results.md", "noise table"): noise_table,
     **{
         ("docs/results.md", f"{name} table"): partial(selection_table, name)

@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
+import tables
 
 FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
 STUDY = arms.Study({name: f"--{name}" for name in FOUND}, "a")
@@ -41,7 +42,7 @@ def trained(monkeypatch):
 
     def train(study, arm, seed, epochs, given):
         found.append((arm, seed, epochs))
-        return {"flags": study.arms[arm], "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0}
+        return {"flags": study.arms[arm], "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0, "minutes": 2.0}
 
     monkeypatch.setattr(arms, "train", train)
     return found
@@ -61,6 +62,15 @@ def test_executions_are_timed_alone_at_the_end(trained, tmp_path):
     assert trained[3:] == [(arm, 0, 3) for arm in ("plain", "fused", "folded")]
 
 
+def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone(trained, tmp_path):
+    out = tmp_path / "found.json"
+    arms.main(["table", "--out", str(out), "--seeds", "1", "--arms", "origin"])
+    arms.main(["table", "--out", str(out), "--seeds", "1", "--arms", "origin", "DBB", "--workers", "2"])
+    assert trained == [("origin", 0, 600), ("DBB", 0, 600)]
+    assert ["minutes" in run for run in json.loads(out.read_text())["runs"]] == [False, True]  # DBB, origin
+    assert "--interval 15 " in arms.STUDIES["table"].arms["DyRep, our defaults"]
+
+
 def test_studies_share_runs(trained, tmp_path):
     out = tmp_path / "found.json"
     arms.main(["scores", "--out", str(out), "--seeds", "1", "--arms", arms.CHOSEN["score"]])
@@ -78,10 +88,33 @@ def test_another_setup_is_refused(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in arms.STUDIES if name != "executions"])
 def test_every_arm_trains(name, tmp_path, capsys):
-    more = "--device cpu --epochs 3 --val-split 400 --batch-size 128 --calibration-batches 2"
+    more = "--device cpu --epochs 3 --val-split 400 --batch-size 128 --calibration-batches 2 --interval 1"
     words = ["--recipe", "digits", "--seeds", "1", "--more", more, "--out", str(tmp_path / "found.json")]
     arms.main([name, *words, "--runs", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
     study = arms.STUDIES[name]
     assert {run["flags"] for run in found["runs"]} == set(list(study.arms.values())[: study.usual])
     assert all(run["mean_macs"] > 0 for run in found["runs"])
+
+
+def test_the_table_of_cifar_stands_beside_the_papers(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    assert tables.cifar_table().startswith("Not run yet")
+    flags = arms.STUDIES["table"].arms
+    runs = [
+        {"flags": flags[arm], "seed": seed, "test_accuracy": accuracy + seed, "mean_macs": 5e8, "mean_parameters": 2e7}
+        | ({"minutes": minutes} if minutes else {})
+        for arm, accuracy, minutes in (("origin", 94.0, 8.0), ("DBB", 94.5, None), ("DyRep, our defaults", 95.0, 10.0))
+        for seed in (0, 1)
+    ]
+    (tmp_path / "results").mkdir()
+    data = {"hardware": "a GPU", "versions": {"torch": "2.6"}, "runs": runs}
+    (tmp_path / "results" / "cifar.json").write_text(json.dumps(data))
+    lines = tables.cifar_table().splitlines()
+    assert lines[2].startswith(
+        "| origin | 94.68 ± 0.08 | 94.50 ± 0.71 |  | 2 | 2.4 h | 8.0 min | 1.00 | 313 M | 500.0 M |"
+    )
+    assert lines[3].startswith("| DBB | 94.97 ± 0.06 | 95.00 ± 0.71 | +0.50 ± 0.00 | 2 | 9.4 h | – | – |")
+    assert lines[4].startswith(
+        "| DyRep, our defaults | 95.22 ± 0.13 | 95.50 ± 0.71 | +1.00 ± 0.00 | 2 | 6.9 h | 10.0 min | 1.25"
+    )
