@@ -360,11 +360,18 @@ def main() -> None:
     for (page, name), make in TABLES.items():
         path = ROOT / page
         old = path.read_text()
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
-        new = pattern.sub(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", old)
+        new, places = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)",
+            lambda match, make=make: f"{match[1]}{make()}\n{match[2]}",
+            old,
+            flags=re.DOTALL,
+        )
+        if places != 1:
+            sys.exit(f"{page} has {places} places for the {name}: it takes one <!-- {name} --> and <!-- /{name} -->")
         if new != old and check:
             sys.exit(f"{page} is out of date: run python benchmarks/tables.py")
-        path.write_text(new)
+        if new != old:
+            path.write_text(new)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,16 @@ def test_code_on_the_page_runs(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_pictures_on_the_page_exist(page):
-    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in headings(target), f"{link}#{anchor}"
+
+
+def headings(page):
+    """Anchors of a page as GitHub makes them: lower case, hyphens for spaces, no punctuation."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_tables_are_those_of_the_result_files():
@@ -41,10 +49,11 @@ def test_examples_in_docstrings_run(name):
     assert doctest.testmod(importlib.import_module(name)).failed == 0
 
 
-def test_everything_public_is_documented():
+def test_everything_public_has_an_example():
     for name in dyrep.__all__:
         thing = getattr(dyrep, name)
-        assert not callable(thing) or thing.__doc__, name
+        if callable(thing) and not (isinstance(thing, type) and issubclass(thing, (Exception, Warning))):
+            assert ">>>" in (thing.__doc__ or ""), name
 
 
 def test_importing_the_package_needs_nothing_beyond_its_core_dependencies():

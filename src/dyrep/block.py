@@ -273,7 +273,12 @@ class RepConv(_Base):
 
 
 class RepConv1d(RepConv, nn.Conv1d):
-    """A `torch.nn.Conv1d` that can grow branches."""
+    """A `torch.nn.Conv1d` that can grow branches.
+
+    Example:
+        >>> isinstance(as_block_(nn.Conv1d(4, 4, 3, padding=1)), RepConv1d)
+        True
+    """
 
 
 class RepConv2d(RepConv, nn.Conv2d):
@@ -288,7 +293,12 @@ class RepConv2d(RepConv, nn.Conv2d):
 
 
 class RepConv3d(RepConv, nn.Conv3d):
-    """A `torch.nn.Conv3d` that can grow branches."""
+    """A `torch.nn.Conv3d` that can grow branches.
+
+    Example:
+        >>> isinstance(as_block_(nn.Conv3d(4, 4, 3, padding=1)), RepConv3d)
+        True
+    """
 
 
 _BLOCK_OF: dict[type, type] = {nn.Conv1d: RepConv1d, nn.Conv2d: RepConv2d, nn.Conv3d: RepConv3d}

@@ -73,6 +73,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, optimizer: Optimizer
 
     Raises:
         CheckpointError: the file is missing, damaged or not one of ours, or does not fit the model.
+
+    Example:
+        >>> import tempfile
+        >>> from dyrep.surgery.edits import expand_
+        >>> grown, plain = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)) for _ in range(2))
+        >>> edits = expand_(grown, "0", calibration=[torch.randn(2, 8, 6, 6)])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     twin = load(save(grown, Path(folder) / "model.safetensors"), plain)
+        >>> twin is plain, structure(twin) == structure(grown)
+        (True, True)
     """
     path = Path(path)
     if not path.is_file():

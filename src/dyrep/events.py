@@ -68,10 +68,18 @@ class EventLog:
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read a log: the events of the run that was completed in the end, without those undone by resuming.
+    r"""Read a log: the events of the run that was completed in the end, without those undone by resuming.
 
     Raises:
         CheckpointError: the file is missing, or a line is damaged that was not the last of its process.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "events.jsonl"
+        ...     _ = path.write_text('{"type": "started", "seq": 0}\n{"type": "update", "seq": 1}\n')
+        ...     [event["type"] for event in read_events(path)]
+        ['started', 'update']
     """
     file = Path(path)
     if not file.is_file():

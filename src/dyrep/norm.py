@@ -223,6 +223,12 @@ def sync_norms_(model: nn.Module, process_group: Any = None, enabled: bool = Tru
 
     Branches that grow in a model with SyncBatchNorm layers do this by themselves; call it after converting a model
     that was expanded before.
+
+    Example:
+        >>> norm = BranchNorm(4, shift=True)
+        >>> model = sync_norms_(nn.Sequential(norm))
+        >>> norm.synchronized
+        True
     """
     for module in model.modules():
         if isinstance(module, BranchNorm):

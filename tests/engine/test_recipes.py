@@ -65,7 +65,7 @@ def test_the_small_repvgg_network_is_trained_with_simple_augmentation():
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("cifar", "imagenet", "tiny"))])
-def test_all_but_the_small_recipe_evolve_by_the_algorithm_of_the_paper(name):
+def test_classifiers_on_images_evolve_by_the_algorithm_of_the_paper(name):
     chosen = recipe(name)
     assert chosen.dyrep == DyRepConfig.paper(interval=chosen.dyrep.interval)
     assert (chosen.schedule, chosen.min_lr, chosen.warmup_epochs, chosen.momentum) == ("cosine", 0, 0, 0.9)

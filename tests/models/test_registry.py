@@ -12,6 +12,7 @@ import dyrep
 from dyrep import models
 from dyrep.errors import ConfigError
 from dyrep.models import build, names
+from dyrep.models.repvgg import NAMES
 
 
 def without_weights(name: str, **arguments) -> nn.Module:
@@ -78,7 +79,8 @@ def test_every_conv_that_is_more_than_pointwise_can_grow(name):
 
 
 def test_names_are_those_the_package_offers_and_three_of_torchvision():
-    offered = {name for name in models.__all__ if name.startswith(("repvgg_", "vgg", "small_", "mobilenet"))}
+    offered = {name for name in models.__all__ if name.startswith(("vgg", "small_", "mobilenet"))}
+    offered |= {f"repvgg_{size}" for size in NAMES}
     assert set(names()) == offered | {"resnet18", "resnet34", "resnet50"}
     assert len(names()) == len(set(names())) == 19
 

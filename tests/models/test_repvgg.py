@@ -6,8 +6,7 @@ from torch import nn
 
 import dyrep
 from dyrep.errors import ConfigError
-from dyrep.models import fold_norms, from_timm_deployed, repvgg_a0, repvgg_b1g2, repvgg_b1g4
-from dyrep.models.repvgg import repvgg
+from dyrep.models import fold_norms, from_timm_deployed, repvgg
 
 TIMM_HAS = ("a0", "a1", "a2", "b0", "b1", "b1g4", "b2", "b2g4", "b3", "b3g4")
 
@@ -68,12 +67,12 @@ def test_weights_of_timm_before_deployment_are_refused():
 
 @torch.no_grad()
 def test_folding_the_norms_gives_the_bias_form_of_the_same_function():
-    model = settle_(repvgg_a0(num_classes=10))
+    model = settle_(repvgg("a0", num_classes=10))
     before = {key: value.clone() for key, value in model.state_dict().items()}
     folded = fold_norms(model)
     x = torch.randn(2, 3, 32, 32)
     assert relative_error(folded(x), model(x)) <= 1e-5
-    twin = repvgg_a0(num_classes=10, form="bias")
+    twin = repvgg("a0", num_classes=10, form="bias")
     twin.load_state_dict(folded.state_dict(), strict=True)
     assert [type(m) for m in twin] == [type(m) for m in folded]
     assert torch.equal(twin.eval()(x), folded(x))
@@ -81,7 +80,7 @@ def test_folding_the_norms_gives_the_bias_form_of_the_same_function():
 
 
 def test_a_folded_chain_shares_nothing_with_its_model_and_can_be_trained():
-    model = repvgg_a0(num_classes=10).double().train()
+    model = repvgg("a0", num_classes=10).double().train()
     folded = fold_norms(model)
     assert folded.training
     assert {id(p) for p in model.parameters()}.isdisjoint(id(p) for p in folded.parameters())
@@ -90,7 +89,7 @@ def test_a_folded_chain_shares_nothing_with_its_model_and_can_be_trained():
 
 @torch.no_grad()
 def test_a_grown_chain_is_folded_by_way_of_deploy():
-    model = settle_(repvgg_a0(num_classes=10))
+    model = settle_(repvgg("a0", num_classes=10))
     x = torch.randn(2, 3, 32, 32)
     dyrep.expand_(model, "conv3", calibration=[x])
     model.eval()
@@ -121,16 +120,16 @@ def test_names_of_parameters_follow_the_number_of_the_layer():
     assert [name for name, _ in bias.named_parameters()] == biased + head
 
 
-@pytest.mark.parametrize(("function", "groups"), [(repvgg_b1g2, 2), (repvgg_b1g4, 4)])
-def test_every_second_conv_after_the_stem_is_grouped(function, groups):
+@pytest.mark.parametrize(("name", "groups"), [("b1g2", 2), ("b1g4", 4)])
+def test_every_second_conv_after_the_stem_is_grouped(name, groups):
     with torch.device("meta"):
-        convs = [m for m in function() if isinstance(m, nn.Conv2d)]
+        convs = [m for m in repvgg(name) if isinstance(m, nn.Conv2d)]
     assert [m.groups for m in convs] == [1] + [1, groups] * 13 + [1]
 
 
 @pytest.mark.parametrize("form", ["norm", "bias"])
 def test_repvgg_runs_and_trains_with_other_channels_and_classes(form):
-    model = repvgg_a0(num_classes=3, in_channels=1, form=form)
+    model = repvgg("a0", num_classes=3, in_channels=1, form=form)
     output = model.train()(torch.randn(2, 1, 32, 32))
     output.sum().backward()
     assert output.shape == (2, 3)

@@ -30,6 +30,15 @@ class ExportReport:
         ms: milliseconds that the file takes for it (the median of several runs), in onnxruntime or torch.
         plain_ms: milliseconds that the plain network takes in PyTorch.
         threads: CPU threads that both were given.
+
+    Example:
+        >>> import tempfile
+        >>> import torch
+        >>> from dyrep.exporting import export
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = export(torch.nn.Conv2d(3, 4, 3), Path(folder) / "model.pt2", torch.randn(1, 3, 8, 8))
+        >>> report.as_dict()["format"], report.blocks, report.random_error <= report.tolerance
+        ('pt2', 0, True)
     """
 
     path: Path

@@ -39,6 +39,10 @@ class Edit:
         layer: name of the convolution.
         branches: the branches that were added or absorbed.
         detail: what the caller measured about it (scores, importances, drift), for the log.
+
+    Example:
+        >>> print(Edit("cut", "layer1.0.conv1", ("1xK", "Kx1")))
+        cut layer1.0.conv1: -1xK -Kx1
     """
 
     kind: str

@@ -74,6 +74,12 @@ class FoldReport:
         tolerance: the largest error that passes.
         compared: what was compared, in words.
         missing: keys of the first model's plain form that the second lacks, and the other way round.
+
+    Example:
+        >>> report = FoldReport({"output": 3e-7}, tolerance=1e-4, compared="1 output(s) in eval mode")
+        >>> bool(report), print(report)
+        passed: 1 output(s) in eval mode; relative error per output: output 3.00e-07 (tolerance 1e-04)
+        (True, None)
     """
 
     errors: dict[str, float]

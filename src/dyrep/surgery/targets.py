@@ -34,6 +34,11 @@ class Target:
         depth: 0 for a convolution of the model, 1 for one inside a branch, and so on.
         kernel_size: its kernel.
         note: anything else a person should know before expanding it.
+
+    Example:
+        >>> [target] = targets(nn.Sequential(nn.Conv2d(3, 8, 3)))
+        >>> target.name, target.eligible, "1x1" in target.branches, "residual" in target.left_out
+        ('0', True, True, True)
     """
 
     name: str
