@@ -98,7 +98,7 @@ def test_unknown_settings_are_refused_with_the_list():
 
 def test_patterns_decide_by_name():
     config = DyRepConfig(include=("backbone.*",), exclude=("*.downsample.*", "*.branches.*"))
-    assert config.includes("backbone.layer1.0.conv1")
-    assert not config.includes("head.conv")
-    assert not config.includes("backbone.layer2.0.downsample.0")
-    assert config.excludes("backbone.conv1.branches.1x1-KxK.conv")
+    assert config.patterns.includes("backbone.layer1.0.conv1")
+    assert not config.patterns.includes("head.conv")
+    assert not config.patterns.includes("backbone.layer2.0.downsample.0")
+    assert config.patterns.excludes("backbone.conv1.branches.1x1-KxK.conv")

@@ -72,13 +72,13 @@ class Candidates:
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         found = targets(self._model)
         outermost = [target.name for target in found if target.depth == 0]
-        judged = []
+        patterns, judged = self._config.patterns, []
         for target in found:
             root = next((name for name in outermost if is_inside(target.name, name)), target.name)
             reason = "" if target.eligible else target.reason
             if target.name in self.rejected:
                 reason = self.rejected[target.name]
-            elif not self._config.includes(root) or self._config.excludes(target.name):
+            elif not patterns.includes(root) or patterns.excludes(target.name):
                 reason = reason or "excluded by the configuration's include and exclude patterns"
             elif id(self._model.get_submodule(target.name).weight) not in held:
                 reason = reason or "its weight is not in the optimizer"

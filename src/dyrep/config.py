@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from fnmatch import fnmatchcase
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from dyrep.branches import BRANCHES
+from dyrep.checking import LayerPatterns, is_number, is_whole, read_settings, require, require_whole
 from dyrep.errors import ConfigError
 from dyrep.policy import CUT_RULES
 from dyrep.scoring import SCORES
@@ -120,12 +120,7 @@ class DyRepConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DyRepConfig:
         """Read what `to_dict` wrote; unknown settings are refused."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return cls(**values)
+        return read_settings(cls, data)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings as JSON-able data."""
@@ -137,40 +132,39 @@ class DyRepConfig:
             return False
         return (self.stop is None or count <= self.stop) and (self.total is None or count < self.total)
 
-    def includes(self, layer: str) -> bool:
-        """Whether the patterns allow a convolution of the model to be expanded."""
-        return any(fnmatchcase(layer, pattern) for pattern in self.include) and not self.excludes(layer)
-
-    def excludes(self, layer: str) -> bool:
-        """Whether a pattern forbids a layer, which may be one inside a branch (``"*.branches.*"``), to be expanded."""
-        return any(fnmatchcase(layer, pattern) for pattern in self.exclude)
+    @property
+    def patterns(self) -> LayerPatterns:
+        """Which convolutions may be expanded."""
+        return LayerPatterns(self.include, self.exclude)
 
     def __post_init__(self) -> None:
         for name in ("interval", "score_every", "top_k", "calibration_batches", "grasp_batches"):
-            _require(name, getattr(self, name), "a whole number of at least 1", _is_int(getattr(self, name), 1))
+            require_whole(name, getattr(self, name), 1)
         for name in ("start", "seed"):
-            _require(name, getattr(self, name), "a whole number of at least 0", _is_int(getattr(self, name), 0))
+            require_whole(name, getattr(self, name), 0)
         for name in ("stop", "total", "max_depth"):
             value = getattr(self, name)
-            _require(name, value, "None or a whole number of at least 1", value is None or _is_int(value, 1))
+            require(name, value, "None or a whole number of at least 1", value is None or is_whole(value, 1))
         for name, valid in (
             ("unit", UNITS),
             ("score", SCORES),
             ("origin_norm", ORIGIN_NORMS),
             ("cut", CUT_RULES),
         ):
-            _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
+            require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
         for name in ("relative_gamma", "square_only", "regrow", "per_mac"):
-            _require(name, getattr(self, name), "True or False", isinstance(getattr(self, name), bool))
+            require(name, getattr(self, name), "True or False", isinstance(getattr(self, name), bool))
         check_growth(self.gamma, self.width)
         tolerance = self.drift_tolerance
-        fine = tolerance is None or (_is_number(tolerance) and tolerance > 0)
-        _require("drift_tolerance", tolerance, "None or a positive number", fine)
-        _require("cut_threshold", self.cut_threshold, "a number of at least 0", _is_number(self.cut_threshold, 0))
+        fine = tolerance is None or (is_number(tolerance) and tolerance > 0)
+        require("drift_tolerance", tolerance, "None or a positive number", fine)
+        require("cut_threshold", self.cut_threshold, "a number of at least 0", is_number(self.cut_threshold, 0))
         limit = self.macs_limit
-        _require("macs_limit", limit, "None or a number of at least 1", limit is None or _is_number(limit, 1))
+        require("macs_limit", limit, "None or a number of at least 1", limit is None or is_number(limit, 1))
         self._check_branches()
-        self._check_patterns()
+        patterns = self.patterns  # which checks them
+        object.__setattr__(self, "include", tuple(patterns.include))
+        object.__setattr__(self, "exclude", tuple(patterns.exclude))
         ends = [end for end in (self.stop, None if self.total is None else self.total - 1) if end is not None]
         if ends and self.start + self.interval > min(ends):
             raise ConfigError(
@@ -193,26 +187,3 @@ class DyRepConfig:
         unknown = [branch for branch in self.branches if branch not in BRANCHES]
         if unknown:
             raise ConfigError(f"branches={self.branches!r}: {unknown[0]!r} is unknown; valid are {', '.join(BRANCHES)}")
-
-    def _check_patterns(self) -> None:
-        for name in ("include", "exclude"):
-            patterns = getattr(self, name)
-            if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-                raise ConfigError(f"{name}={patterns!r}: give a tuple of patterns such as ('backbone.*',)")
-            if name == "include" and not patterns:
-                raise ConfigError("include=(): nothing would ever be expanded; ('*',) includes everything")
-            object.__setattr__(self, name, tuple(patterns))
-
-
-def _require(name: str, value: Any, valid: str, holds: bool) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={value!r}: must be {valid}")
-
-
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_number(value: Any, least: float | None = None) -> bool:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
-    return number and (least is None or value >= least)

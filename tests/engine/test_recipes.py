@@ -214,8 +214,3 @@ def test_differences_are_named_with_both_values_also_those_of_the_method():
         "dyrep.gamma: 0.01 against 0.1",
     ]
     assert UNUSUAL.differences(replace(UNUSUAL)) == []
-
-
-def test_recipes_of_an_earlier_version_are_read():
-    old = {**recipe("digits").to_dict(), "sigma_gradient": "length"}
-    assert Recipe.from_dict(old) == recipe("digits")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from dyrep.checking import read_settings, require
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY
@@ -161,19 +162,19 @@ class Recipe:
             ("norms", Norms),
         ):
             valid = get_args(literal)
-            _require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
-        _require("replace", self.replace, "conv or conv+norm", self.replace in (None, *get_args(Replace)))
+            require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
+        require("replace", self.replace, "conv or conv+norm", self.replace in (None, *get_args(Replace)))
         for name in ("epochs", "batch_size", "eval_every", "copies", "sigma_images", "sigma_every", "boxes_per_image"):
-            _require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
+            require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
         for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
-            _require(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
-        _require("lr", self.lr, "above 0", self.lr > 0)
-        _require("min_lr", self.min_lr, f"from 0 to lr={self.lr}", 0 <= self.min_lr <= self.lr)
-        _require("momentum", self.momentum, "from 0 to below 1", 0 <= self.momentum < 1)
-        _require("label_smoothing", self.label_smoothing, "from 0 to below 1", 0 <= self.label_smoothing < 1)
-        _require("ema", self.ema, "above 0 and below 1", self.ema is None or 0 < self.ema < 1)
-        _require("image_size", self.image_size, "at least 1", self.image_size is None or self.image_size >= 1)
-        _require("warmup_epochs", self.warmup_epochs, f"below epochs={self.epochs}", self.warmup_epochs < self.epochs)
+            require(name, getattr(self, name), "at least 0", getattr(self, name) >= 0)
+        require("lr", self.lr, "above 0", self.lr > 0)
+        require("min_lr", self.min_lr, f"from 0 to lr={self.lr}", 0 <= self.min_lr <= self.lr)
+        require("momentum", self.momentum, "from 0 to below 1", 0 <= self.momentum < 1)
+        require("label_smoothing", self.label_smoothing, "from 0 to below 1", 0 <= self.label_smoothing < 1)
+        require("ema", self.ema, "above 0 and below 1", self.ema is None or 0 < self.ema < 1)
+        require("image_size", self.image_size, "at least 1", self.image_size is None or self.image_size >= 1)
+        require("warmup_epochs", self.warmup_epochs, f"below epochs={self.epochs}", self.warmup_epochs < self.epochs)
         self._check_task()
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum above 0")
@@ -191,14 +192,14 @@ class Recipe:
                 raise ConfigError(
                     f"{unused}={value!r} has no use in {self.task} (dataset={self.dataset}): leave it out"
                 )
-        _require("frozen_stages", self.frozen_stages, "from 0 to 5", 0 <= self.frozen_stages <= 5)
-        _require("ignore_label", self.ignore_label, "from 0 to 255", 0 <= self.ignore_label <= 255)
+        require("frozen_stages", self.frozen_stages, "from 0 to 5", 0 <= self.frozen_stages <= 5)
+        require("ignore_label", self.ignore_label, "from 0 to 255", 0 <= self.ignore_label <= 255)
         least, most = self.scale
-        _require("scale", self.scale, "two factors above 0, the smaller one first", 0 < least <= most)
+        require("scale", self.scale, "two factors above 0, the smaller one first", 0 < least <= most)
         if self.task == "segmentation":
-            _require("crop", self.crop, "none or resized for segmentation", self.crop != "pad")
+            require("crop", self.crop, "none or resized for segmentation", self.crop != "pad")
             if self.crop == "resized":
-                _require("image_size", self.image_size, "given with crop=resized", self.image_size is not None)
+                require("image_size", self.image_size, "given with crop=resized", self.image_size is not None)
             elif self.scale != (1.0, 1.0):
                 factors = " ".join(f"{factor:g}" for factor in self.scale)
                 raise ConfigError(
@@ -212,7 +213,7 @@ class Recipe:
             )
         if self.task == "detection" and method(self.method).name == "dyrep":
             second = self.dyrep.score in ("grasp", "vote")
-            _require("score", self.dyrep.score, "another one: detectors cannot be differentiated twice", not second)
+            require("score", self.dyrep.score, "another one: detectors cannot be differentiated twice", not second)
 
     @property
     def task(self) -> str:
@@ -237,18 +238,9 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Read what `to_dict` wrote; unknown settings are refused."""
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(data) - known)
-        if data.get("sigma_gradient") == "length":  # there was such a thing once, and it was what "none" is today
-            data = {**data, "sigma_gradient": "none"}
-        if unknown:
-            raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(sorted(known))}")
-        settings = {
-            "dyrep": DyRepConfig.from_dict(data.get("dyrep", {})),
-            "repnas": RepNASConfig.from_dict(data.get("repnas", {})),
-        }
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        return cls(**{**values, **settings})
+        evolution = DyRepConfig.from_dict(data.get("dyrep", {}))
+        search = RepNASConfig.from_dict(data.get("repnas", {}))
+        return read_settings(cls, {**data, "dyrep": evolution, "repnas": search})
 
     def differences(self, other: Recipe) -> list[str]:
         """What differs in another recipe, in words."""
@@ -294,9 +286,9 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         minutes, stop = self.checkpoint_minutes, self.stop_after
-        _require("checkpoint_minutes", minutes, "at least 0", minutes >= 0)
-        _require("workers", self.workers, "at least 0", self.workers is None or self.workers >= 0)
-        _require("stop_after", stop, "at least 1", stop is None or stop >= 1)
+        require("checkpoint_minutes", minutes, "at least 0", minutes >= 0)
+        require("workers", self.workers, "at least 0", self.workers is None or self.workers >= 0)
+        require("stop_after", stop, "at least 1", stop is None or stop >= 1)
 
     def folder(self, recipe: str, method: str, seed: int) -> Path:
         """The folder of a run of this recipe, method and seed."""
@@ -312,8 +304,3 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _source(structure: Mapping[str, Any] | None) -> str:
     return "none" if structure is None else f"of {structure.get('source', 'one made in Python')}"
-
-
-def _require(name: str, value: Any, valid: str, holds: bool) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={value!r}: must be {valid}")

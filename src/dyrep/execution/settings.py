@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dyrep.checking import require_whole
 from dyrep.errors import ConfigError
 
 EXECUTIONS = ("auto", "eager", "fused", "folded")
@@ -96,8 +97,7 @@ class Execution:
         if self.gradient not in SIGMA_GRADIENTS:
             raise ConfigError(f"gradient={self.gradient!r} is unknown; valid are {', '.join(SIGMA_GRADIENTS)}")
         for what, value in (("images", self.images), ("values", self.values), ("every", self.clock.every)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{what}={value!r}: must be a whole number of at least 1")
+            require_whole(what, value, 1)
 
     def images_for(self, batch: int, positions: int) -> int:
         """On how many images of a batch to measure σ, if each has so many positions.

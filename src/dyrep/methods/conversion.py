@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dyrep.config import DyRepConfig
+from dyrep.checking import LayerPatterns, is_whole, require
 from dyrep.errors import ConfigError, IneligibleLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.methods.catalogue import Method, why_not
@@ -90,8 +90,8 @@ def convert_(
     model = unwrap(model)
     gamma = (0.01 if preserve or chosen.name == "fixed" else 1.0) if gamma is None else gamma
     check_growth(gamma, width=1)
-    if isinstance(copies, bool) or not isinstance(copies, int) or not 1 <= copies <= MOST_COPIES:
-        raise ConfigError(f"copies={copies!r}: must be a whole number from 1 to {MOST_COPIES}")
+    fine = is_whole(copies, 1) and copies <= MOST_COPIES
+    require("copies", copies, f"a whole number from 1 to {MOST_COPIES}", fine)
     if optimizer is not None:
         check_optimizer(optimizer)
     if structure is not None:
@@ -101,9 +101,7 @@ def convert_(
         return [Edit("expand", name, tuple(block["branches"])) for name, block in made.items()]
     if not chosen.builds_blocks:
         return []
-    # the patterns mean what they mean for DyRep, and are checked as they are there
-    patterns = DyRepConfig(include=include, exclude=exclude)  # type: ignore[arg-type]
-    convs = _chosen_layers(model, chosen, copies, max_kernel, patterns)
+    convs = _chosen_layers(model, chosen, copies, max_kernel, LayerPatterns(include, exclude))
     if optimizer is not None:
         for name, conv in convs.items():
             check_holds(optimizer, name, conv.weight)  # type: ignore[arg-type]
@@ -165,7 +163,7 @@ def _chosen_layers(
     chosen: Method,
     copies: int,
     max_kernel: int | None,
-    patterns: DyRepConfig,
+    patterns: LayerPatterns,
 ) -> dict[str, nn.Module]:
     """The convolutions to convert, by name; one that is shared by several names counts once."""
     cannot = refusals(model)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dyrep.errors import CheckpointError, ConfigError, DyRepError, StructureError
+from dyrep.checking import read_settings, require
+from dyrep.errors import CheckpointError, DyRepError, StructureError
 from dyrep.events import EventLog
 from dyrep.methods.conversion import convert_
 from dyrep.methods.gates import Gates, settle_
@@ -63,8 +64,7 @@ class RepNASConfig:
             "strength_lr": (self.strength_lr is None or self.strength_lr > 0, "None or above 0"),
         }
         for name, (holds, words) in valid.items():
-            if not holds:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {words}")
+            require(name, getattr(self, name), words, holds)
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -79,11 +79,7 @@ class RepNASConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RepNASConfig:
         """Read what `to_dict` wrote; unknown settings are refused."""
-        known = [f.name for f in fields(cls)]
-        unknown = sorted(set(data) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown settings {', '.join(unknown)}; valid are {', '.join(known)}")
-        return cls(**data)
+        return read_settings(cls, data)
 
 
 class RepNAS:

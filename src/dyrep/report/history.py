@@ -123,7 +123,7 @@ def importances(run: Run) -> dict[str, dict[str, Series]]:
     """Importance of every branch over time, by layer."""
     found: dict[str, dict[str, Series]] = {}
     rows = [(float(row["epoch"]), row["importances"]) for row in run.rows if "importances" in row]
-    if not rows:  # of an earlier version, which noted them at updates alone
+    if not rows:  # a loop of the user's own notes them at updates alone
         rows = [(epoch_of(run, event), event.get("importances") or {}) for event in run.updates]
     for epoch, layers in rows:
         for layer, branches in layers.items():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from dyrep import algebra
 from dyrep.block import RepConv, as_block_, branch_for, origin_scaling_for
 from dyrep.branches import Branch, branch_list, is_branch
+from dyrep.checking import is_whole
 from dyrep.errors import StructureError
 from dyrep.norm import BranchNorm, sync_norms_
 from dyrep.passing import PassedNorm
@@ -81,7 +82,7 @@ class Blueprint:
             raise StructureError(f"layer {layer!r}: there is no original kernel that could have a norm")
         if not plan.branches and not plan.origin_norm:
             raise StructureError(f"layer {layer!r}: a block needs at least one branch; leave plain layers out")
-        if isinstance(plan.width, bool) or not isinstance(plan.width, int) or plan.width < 1:
+        if not is_whole(plan.width, 1):
             raise StructureError(f"layer {layer!r}: width must be a positive whole number, got {plan.width!r}")
         if plan.scaling not in SCALINGS:
             raise StructureError(f"layer {layer!r}: scaling must be one of {', '.join(SCALINGS)}, got {plan.scaling!r}")

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from dyrep import algebra
 from dyrep.block import RepConv, as_plain_, branch_for, origin_norm_for
 from dyrep.branches import Branch, branch_list, branch_option, branch_options, is_branch
+from dyrep.checking import is_number, require, require_whole
 from dyrep.errors import BranchError, CalibrationError, ConfigError
 from dyrep.geometry import ConvGeometry
 from dyrep.norm import BranchNorm
@@ -234,10 +235,9 @@ def cut_(
 
 def check_growth(gamma: float, width: int) -> None:
     """Raise unless a branch can start with this γ and inner width."""
-    if isinstance(gamma, bool) or not isinstance(gamma, (int, float)) or not 0 < gamma < math.inf:
-        raise ConfigError(f"gamma={gamma!r}: must be a positive, finite number (the paper's is 0.01)")
-    if isinstance(width, bool) or not isinstance(width, int) or width < 1:
-        raise ConfigError(f"width={width!r}: must be a whole number of at least 1")
+    fine = is_number(gamma) and 0 < gamma < math.inf
+    require("gamma", gamma, "a positive, finite number (the paper's is 0.01)", fine)
+    require_whole("width", width, 1)
 
 
 def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from dyrep.block import RepConv
-from dyrep.errors import ConfigError, DyRepError, UnreachedLayerError
+from dyrep.checking import require_whole
+from dyrep.errors import DyRepError, UnreachedLayerError
 from dyrep.execution import EXECUTIONS, Clock, Execution, choose, dispatch
 from dyrep.execution.settings import SETTLING_STEPS
 from dyrep.surgery.preserve import Forward, preserved, run_batch
@@ -97,8 +98,7 @@ def measure_executions(
     """
     for name in executions:
         Execution(name)  # raises unless there is such a one
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise ConfigError(f"repeats={repeats!r}: must be a whole number of at least 1")
+    require_whole("repeats", repeats, 1)
     model = bare(model)
     inputs = _inputs(model, batch, forward)
     return [_measure(model, name, inputs.pop(name), executions, repeats) for name in list(inputs)]

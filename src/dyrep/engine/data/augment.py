@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dyrep.errors import ConfigError
+from dyrep.checking import is_number, require, require_whole
 
 CROPS = ("none", "pad", "resized")
 
@@ -43,16 +42,14 @@ class Augmentation:
     auto_augment: bool = False
 
     def __post_init__(self) -> None:
-        _require("crop", self.crop, f"one of {', '.join(CROPS)}", self.crop in CROPS)
+        require("crop", self.crop, f"one of {', '.join(CROPS)}", self.crop in CROPS)
         for name in ("padding", "cutout"):
-            value = getattr(self, name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-            _require(name, value, "a whole number of at least 0", whole)
+            require_whole(name, getattr(self, name), 0)
         for name in ("flip", "auto_augment"):
-            _require(name, getattr(self, name), "True or False", isinstance(getattr(self, name), bool))
+            require(name, getattr(self, name), "True or False", isinstance(getattr(self, name), bool))
         jitter = self.color_jitter
-        number = isinstance(jitter, (int, float)) and not isinstance(jitter, bool) and 0 <= jitter < float("inf")
-        _require("color_jitter", jitter, "a number of at least 0", number)
+        fine = is_number(jitter, 0) and jitter < float("inf")
+        require("color_jitter", jitter, "a number of at least 0", fine)
 
     def files_only(self) -> tuple[str, ...]:
         """The settings in use that need image files, one by one, rather than a data set in memory."""
@@ -123,8 +120,3 @@ def _windows(length: int, side: int) -> Tensor:
     position = torch.arange(side)
     first = position[:, None] - length // 2
     return (position >= first) & (position < first + length)
-
-
-def _require(name: str, value: Any, valid: str, holds: bool) -> None:
-    if not holds:
-        raise ConfigError(f"{name}={value!r}: must be {valid}")
