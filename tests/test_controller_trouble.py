@@ -1,6 +1,7 @@
 """What an update does when something is wrong."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -40,6 +41,29 @@ def test_an_update_after_nothing_but_bad_steps_warns_and_expands_nothing():
     with pytest.warns(UserWarning, match="not finite"):
         assert controller.epoch_end() == []
     assert controller.events[-1]["skipped_steps"] == 1
+
+
+def test_what_is_frozen_after_an_update_grows_no_more_and_training_goes_on():
+    model, optimizer, controller = start()
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES)
+    for module in list(model)[:-1]:
+        module.requires_grad_(False)
+    train_epoch(model, optimizer, BATCHES)
+    before = dyrep.structure(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert controller.epoch_end(BATCHES) == []
+    assert dyrep.structure(model) == before
+
+
+def test_convolutions_that_no_loss_depends_on_are_told_of():
+    model, optimizer, controller = start()
+    features = model[:-1](BATCHES[0][0]).detach()
+    nn.functional.cross_entropy(model[-1](features), BATCHES[0][1]).backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="had a gradient in any step"):
+        assert controller.epoch_end() == []
 
 
 class ReadsWeight(nn.Module):

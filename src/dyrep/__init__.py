@@ -17,6 +17,7 @@ from dyrep.surgery.costs import Costs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import FoldReport, deploy, verify
+from dyrep.surgery.statistics import update_norms_
 from dyrep.surgery.structure import follow_, prepare_, restructure_, structure
 from dyrep.surgery.targets import Target, targets
 from dyrep.surgery.timing import measure_executions
@@ -59,5 +60,6 @@ __all__ = [
     "structure",
     "sync_norms_",
     "targets",
+    "update_norms_",
     "verify",
 ]

@@ -175,7 +175,7 @@ def test_nested_expansion_keeps_kernels_and_scales_apart():
     assert "3.branches.1x1-KxK.conv.branches.1x1.norm.weight" in names_in(model, optimizer.param_groups[1])
 
 
-def test_without_norms_everything_joins_the_group_of_the_conv():
+def test_without_norms_gamma_and_beta_join_the_bias_and_all_the_conv_if_that_has_none():
     model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3))
     optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
     dyrep.expand_(model, "2", ["1x1"], optimizer=optimizer)
@@ -183,10 +183,68 @@ def test_without_norms_everything_joins_the_group_of_the_conv():
         "0.weight",
         "2.weight",
         "2.branches.1x1.conv.weight",
+    ]
+    assert names_in(model, optimizer.param_groups[1]) == [
+        "0.bias",
+        "2.bias",
         "2.branches.1x1.norm.weight",
         "2.branches.1x1.norm.bias",
     ]
-    assert names_in(model, optimizer.param_groups[1]) == ["0.bias", "2.bias"]
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3, bias=False))
+    optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
+    dyrep.expand_(model, "2", ["1x1"], optimizer=optimizer)
+    assert names_in(model, optimizer.param_groups[1]) == ["0.bias"]
+
+
+class HandWrittenNorm(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(channels))
+
+    def forward(self, x):
+        return self.scale.reshape(-1, 1, 1) * x / x.square().mean(1, keepdim=True).sqrt()
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.norm = nn.RMSNorm(channels)
+
+    def forward(self, x):
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
+
+
+@pytest.mark.parametrize("norm", [HandWrittenNorm, ChannelsLast])
+def test_gamma_joins_norms_of_any_make(norm):
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), norm(6))
+    optimizer = torch.optim.SGD(decay_groups(model), lr=0.1)
+    dyrep.expand_(model, "0", ["1x1"], optimizer=optimizer)
+    assert "0.branches.1x1.norm.weight" in names_in(model, optimizer.param_groups[1])
+    assert "0.branches.1x1.conv.weight" in names_in(model, optimizer.param_groups[0])
+
+
+def test_lookahead_of_timm_keeps_its_state_through_edits_and_by_name():
+    from timm.optim import create_optimizer_v2
+
+    def make(parameters):
+        return create_optimizer_v2(list(parameters), "lookahead_adamw", lr=1e-2)
+
+    model, optimizer = trained(make)
+    dyrep.expand_(model, "3", ["1x1", "1xK"], optimizer=optimizer)
+    for batch in images(2):
+        train_step(model, optimizer, batch)
+    dyrep.cut_(model, "3", ["1xK"], optimizer=optimizer)
+    assert len(optimizer.state_dict()["state"]) == len(list(model.parameters()))
+    saved = copy.deepcopy(state_by_name(optimizer, model))
+    assert len(saved["state"]) == len(list(model.parameters()))
+    twin = copy.deepcopy(model)
+    other = make(twin.parameters())
+    load_state_by_name_(other, twin, saved)
+    for batch in images(7):  # slow weights are taken over in every sixth step
+        train_step(model, optimizer, batch)
+        train_step(twin, other, batch)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
 
 
 def test_layer_wise_groups_take_the_branches_of_their_own_layer():

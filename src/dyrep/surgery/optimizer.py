@@ -20,7 +20,7 @@ from dyrep.norm import BranchNorm
 from dyrep.passing import PassedNorm
 from dyrep.scaling import ChannelScale
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, BranchNorm, PassedNorm)
+_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, BranchNorm, PassedNorm)
 _FORMAT = 1
 
 
@@ -45,6 +45,19 @@ def check_holds(optimizer: Optimizer, name: str, weight: Tensor) -> None:
             f"the weight of layer {name!r} is not in the optimizer, so its branches would not be trained: "
             "add it to a parameter group, leave the layer out, or pass optimizer=None"
         )
+
+
+def state_of(optimizer: Optimizer) -> dict[Tensor, Any]:
+    """Where an optimizer keeps the state of its parameters: timm's Lookahead does so in the one that it wraps.
+
+    Example:
+        >>> len(state_of(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
+        0
+    """
+    inner = getattr(optimizer, "_base_optimizer", None)
+    wraps = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
+    state: dict[Tensor, Any] = inner.state if wraps else optimizer.state  # type: ignore[union-attr]
+    return state
 
 
 def locate(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int] | None:
@@ -97,8 +110,9 @@ def remove_(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         if "param_names" in group:
             group["param_names"][:] = [group["param_names"][i] for i in keep]
         group["params"][:] = [group["params"][i] for i in keep]
+    state = state_of(optimizer)
     for parameter in gone.values():
-        optimizer.state.pop(parameter, None)
+        state.pop(parameter, None)
     _forget_flat_history_(optimizer)
 
 
@@ -115,7 +129,7 @@ def state_by_name(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if id(p) in names}
+    state = {names[id(p)]: dict(values) for p, values in state_of(optimizer).items() if id(p) in names}
     return {"format": _FORMAT, "groups": groups, "state": state}
 
 
@@ -149,12 +163,13 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
         if "param_names" in group:
             group["param_names"][:] = [given[name] for name in stored["params"]]
         group.update(copy.deepcopy(stored["options"]))
+    state = state_of(optimizer)
     for parameter in by_name.values():
-        optimizer.state.pop(parameter, None)
+        state.pop(parameter, None)
     for name, values in saved["state"].items():
         parameter = by_name[name]
         group, _ = locate(optimizer, parameter) or ({}, 0)
-        optimizer.state[parameter] = {key: _placed(value, parameter, group) for key, value in values.items()}
+        state[parameter] = {key: _placed(value, parameter, group) for key, value in values.items()}
     _forget_flat_history_(optimizer, keep_state=True)
 
 
@@ -181,25 +196,42 @@ def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
 
 
 def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: set[int]) -> Tensor | None:
-    """The weight of the norm that belongs to a convolution's layer, as far as the optimizer holds one.
+    """A parameter that is treated as the norm of a convolution's layer is, as far as the optimizer holds one.
 
     That is where a user who treats norms apart (no weight decay, say) has put the norm of this very layer: the one
     that shares most of the convolution's name, and of those the next in module order, or else the last before it.
+    Without norms of known make it is the nearest vector that is no bias, as hand-written norms have one, and without
+    these the convolution's own bias: what is not to decay is usually told from the rest by its shape.
     """
     modules = list(model.named_modules())
     fresh = {id(child) for _, module in modules if id(module) in new for child in module.modules()}
     place = next(i for i, (_, module) in enumerate(modules) if module is conv)
     path = modules[place][0].split(".")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    best: Tensor | None = None
-    most = -1
-    for name, module in (*modules[place + 1 :], *reversed(modules[:place])):
-        if isinstance(module, _NORMS) and id(module) not in fresh and id(module.weight) in held:
-            pairs = zip(path, name.split("."), strict=False)
-            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if shared > most:
-                best, most = module.weight, shared
-    return best
+    around = [item for item in (*modules[place + 1 :], *reversed(modules[:place])) if id(item[1]) not in fresh]
+    for kind in (_norm_weight, _vector):
+        best: Tensor | None = None
+        most = -1
+        for name, module in around:
+            found = kind(module)
+            if found is not None and id(found) in held:
+                pairs = zip(path, name.split("."), strict=False)
+                shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                if shared > most:
+                    best, most = found, shared
+        if best is not None:
+            return best
+    bias = conv._parameters.get("bias")
+    return bias if bias is not None and id(bias) in held else None
+
+
+def _norm_weight(module: nn.Module) -> Tensor | None:
+    return module.weight if isinstance(module, _NORMS) else None
+
+
+def _vector(module: nn.Module) -> Tensor | None:
+    own = module.named_parameters(recurse=False)
+    return next((parameter for name, parameter in own if parameter.dim() == 1 and name != "bias"), None)
 
 
 def _insert_after_(home: tuple[dict[str, Any], int], base: str, named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv
+from dyrep.surgery.optimizer import state_of
 from dyrep.surgery.wrappers import forget_compiled
 
 
@@ -36,7 +37,7 @@ class Snapshot:
         if optimizer is not None:
             groups = optimizer.param_groups
             self._groups = [(group, list(group["params"]), list(group.get("param_names", ()))) for group in groups]
-            self._state = dict(optimizer.state)
+            self._state = dict(state_of(optimizer))
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -56,8 +57,9 @@ class Snapshot:
                 group["params"][:] = params
                 if "param_names" in group:
                     group["param_names"][:] = names
-            self._optimizer.state.clear()
-            self._optimizer.state.update(self._state)
+            state = state_of(self._optimizer)
+            state.clear()
+            state.update(self._state)
         forget_compiled()
 
 
