@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, lines, paired, run_training
+from runs import ResultFile, epoch_seconds, paired, run_training
+
+from dyrep.records import EVENTS, read_lines
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[st
     summary, rows = run_training(given.recipe, words, out)
     seconds = epoch_seconds(rows)
     print(f"{arm:32s} seed {seed}: {study.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
-    edits = [edit for event in lines(out / "events.jsonl") for edit in event.get("edits", ())]
+    edits = [edit for event in read_lines(out / EVENTS) for edit in event.get("edits", ())]
     found = {
         "flags": study.arms[arm],
         "seed": seed,

@@ -7,7 +7,6 @@ The data is so small and so easy that the table shows that every method trains a
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dyrep.engine.rundir import hardware, versions
+from dyrep.records import SUMMARY, read_json, write_json
 
 RUNS = {
     "origin": "--method origin",
@@ -52,7 +52,7 @@ def train(name: str, seed: int, folder: Path, more: str) -> dict[str, Any]:
     threads = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dyrep", "train", "digits", *words, "--out", str(out)]
     subprocess.run(command, check=True, capture_output=True, env=threads)
-    summary = json.loads((out / "summary.json").read_text())
+    summary = read_json(out / SUMMARY)
     print(f"{name:20s} seed {seed}: {summary['test_accuracy_folded']:.2f} %", flush=True)
     return {"seed": seed, **{key: summary[key] for key in KEPT}}
 
@@ -86,8 +86,7 @@ def main() -> None:
         "hardware": f"CPU of: {hardware()}",
         "versions": versions(),
     }
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps({"setup": setup, "rows": rows}, indent=2) + "\n")
+    write_json(given.out, {"setup": setup, "rows": rows})
 
 
 if __name__ == "__main__":

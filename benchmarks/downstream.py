@@ -205,7 +205,7 @@ class Bench:
         return self.given.runs / f"backbone-{method}-{seed}"
 
     def _say(self, what: str, task: Task, summary: dict[str, Any]) -> None:
-        print(f"{what}: {summary[f'test_{task.metric}_folded']:.2f} %, {summary['seconds']:.0f} s", flush=True)
+        print(f"{what}: {float(summary[f'test_{task.metric}_folded']):.2f} %, {summary['seconds']:.0f} s", flush=True)
 
     def show(self) -> None:
         """Print a line for every row of the table."""
@@ -230,7 +230,7 @@ def against_origin(found: list[dict[str, Any]], metric: str, arm: str) -> tuple[
 
 def _found(task: Task, summary: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
-        task.metric: summary[f"test_{task.metric}_folded"],
+        task.metric: float(summary[f"test_{task.metric}_folded"]),
         "fold_error": summary["fold_error"],
         "macs": summary["mean_macs"] / summary["macs_plain"],
         "seconds": summary["seconds"],

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from torchvision.ops import FrozenBatchNorm2d
 import dyrep
 from dyrep.engine.data import read_digits
 from dyrep.models import small_vgg
+from dyrep.records import write_json
 from dyrep.surgery.folding import drift, eval_outputs, train_outputs
 
 LAYER = "conv4"
@@ -139,8 +139,7 @@ def main() -> None:
         "hardware": f"CPU, {platform.machine()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "dyrep": dyrep.__version__},
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"setup": setup, "rows": rows}, indent=2) + "\n")
+    write_json(out, {"setup": setup, "rows": rows})
     print(f"written to {out}")
 
 

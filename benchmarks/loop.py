@@ -24,6 +24,7 @@ from dyrep.engine.rundir import RunDirectory, hardware, versions
 from dyrep.engine.signals import StopRequest
 from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World, pick_device
+from dyrep.records import write_json
 
 
 def make_images(folder: Path) -> None:
@@ -96,8 +97,7 @@ def main() -> None:
         "versions": versions(),
         "seconds": round(time.perf_counter() - began, 1),
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({"setup": setup, **found}, indent=2) + "\n")
+    write_json(arguments.out, {"setup": setup, **found})
     print(json.dumps(found, indent=2))
 
 

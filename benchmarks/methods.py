@@ -10,7 +10,6 @@ of its schedule, with random strengths. What a real run costs is in its own summ
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from dyrep.engine.recipes import recipe
 from dyrep.engine.rundir import versions
 from dyrep.methods import RepNASConfig
 from dyrep.methods.gates import Gates, settle_
+from dyrep.records import write_json
 
 NETWORKS = {
     "VGG-16": ("cifar10-vgg16", 32, 10),
@@ -125,8 +125,7 @@ def main() -> None:
                 flush=True,
             )
     setup = {"command": "make methods", "seeds": SEEDS, "image_sizes": {n: v[1] for n, v in NETWORKS.items()}}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"setup": {**setup, "versions": versions()}, "methods": rows}, indent=2) + "\n")
+    write_json(out, {"setup": {**setup, "versions": versions()}, "methods": rows})
 
 
 if __name__ == "__main__":

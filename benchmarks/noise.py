@@ -25,6 +25,7 @@ from dyrep.engine.data import Augmentation, open_data
 from dyrep.engine.rundir import hardware, versions
 from dyrep.engine.world import pick_device
 from dyrep.files import replacing
+from dyrep.records import PLAIN
 
 METRICS = ("synflow", "snip", "grad_norm", "invariant")
 PRECISIONS = ("float64", "float32", "bfloat16 autocast")
@@ -118,7 +119,7 @@ def main(command: list[str] | None = None) -> None:
         train_(model.float(), [next(stream) for _ in range(given.steps)])
         networks[f"after {given.steps} steps"] = examine(model, batches)
     else:
-        model.load_state_dict(load_file(given.run / "plain.safetensors", device=str(device)))
+        model.load_state_dict(load_file(given.run / PLAIN, device=str(device)))
         networks["trained"] = examine(model, batches)
     config = {key: getattr(given, key) for key in ("dataset", "model", "steps", "batches", "batch_size")}
     result = {"config": config, "versions": versions(), "hardware": hardware(), "networks": networks}

@@ -13,6 +13,7 @@ from typing import Any
 
 from dyrep.engine.rundir import hardware, versions
 from dyrep.files import replacing
+from dyrep.records import ROWS, SUMMARY, read_json, read_lines
 
 
 class ResultFile:
@@ -33,7 +34,7 @@ class ResultFile:
         setup = {"config": dict(config), "versions": versions(), "hardware": hardware()}
         self.data: dict[str, Any] = {**setup, **empty}
         if path.exists():
-            found = json.loads(path.read_text())
+            found = read_json(path)
             if not _same_setup(found, setup):
                 sys.exit(f"{path} holds results of another setup; choose another --out, or delete it")
             self.data = found
@@ -57,12 +58,7 @@ def run_training(recipe: str, words: Sequence[str], out: Path) -> tuple[dict[str
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return json.loads((out / "summary.json").read_text()), lines(out / "metrics.jsonl")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    """What a file holds, line by line; nothing if it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_json(out / SUMMARY), read_lines(out / ROWS)
 
 
 def epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dyrep.errors import CheckpointError
-from dyrep.files import replacing
+from dyrep.records import append_line, damaged, jsonable, scan_lines, write_lines
 from dyrep.surgery import ranks
 
 
@@ -43,7 +40,7 @@ class EventLog:
         self.next_seq += 1
         self.events.append(event)
         if self.path is not None and ranks.is_main_rank():
-            append_line(self.path, json.dumps(event, allow_nan=False))
+            append_line(self.path, event)
         return event
 
     def restore(self, events: list[dict[str, Any]]) -> None:
@@ -51,7 +48,7 @@ class EventLog:
         self.events = list(events)
         self.next_seq = events[-1]["seq"] + 1 if events else 0
         if self.path is not None and ranks.is_main_rank():
-            write_lines(self.path, (json.dumps(event, allow_nan=False) for event in events))
+            write_lines(self.path, events)
 
     def move_to(self, path: str | os.PathLike[str]) -> None:
         """Keep the log in this file from now on; whatever it holds is replaced by the events so far, atomically."""
@@ -84,16 +81,16 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     file = Path(path)
     if not file.is_file():
         raise CheckpointError(f"no event log at {file}")
-    lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    parsed = [_parse(line) for line in lines]
+    lines = scan_lines(file)
+    parsed = [line.data if line.data is not None and {"type", "seq"} <= line.data.keys() else None for line in lines]
     before: list[dict[str, Any]] = []  # events of processes that went before
     events: list[dict[str, Any]] = []
-    for number, event in enumerate(parsed):
+    for place, event in enumerate(parsed):
         if event is None:
-            # processes that were killed one after the other may have left a partial line each
-            following = next((later for later in parsed[number + 1 :] if later is not None), None)
+            # logs of earlier versions keep the partial line of every process that was killed
+            following = next((later for later in parsed[place + 1 :] if later is not None), None)
             if following is not None and following["type"] != "started":
-                raise CheckpointError(f"line {number + 1} of {file} is damaged: {lines[number][:80]!r}")
+                raise damaged(file, lines[place])
         elif event["type"] == "started":
             before, events = events, [event]
         elif event["type"] == "resumed":
@@ -102,46 +99,3 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         else:
             events.append(event)
     return events
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """Replace a text file by these lines, atomically."""
-    with replacing(path) as temporary:
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-
-
-def _parse(line: str) -> dict[str, Any] | None:
-    try:
-        event = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return event if isinstance(event, dict) and {"type", "seq"} <= event.keys() else None
-
-
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a text file; a partial one that a killed process left is ended first."""
-    broken = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(("\n" if broken else "") + line + "\n")
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def jsonable(value: Any) -> Any:
-    """Data without the numbers that JSON has no word for, which become text.
-
-    Example:
-        >>> jsonable({"map": math.nan, "loss": 1.0})
-        {'map': 'nan', 'loss': 1.0}
-    """
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(item) for item in value]
-    return value

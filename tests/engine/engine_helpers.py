@@ -24,6 +24,7 @@ from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.signals import StopRequest
 from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World
+from dyrep.records import EVENTS, PLAIN, ROWS, SUMMARY, read_json
 
 STEPS = 6
 """Steps per epoch of `small_recipe`."""
@@ -118,16 +119,16 @@ def make_trainer(recipe: Recipe, folder: Path, stop: StopRequest | None = None, 
 
 def result(run: Path) -> dict[str, Any]:
     """All that a run has to show in the end, less what time it took."""
-    with safe_open(run / running.PLAIN, framework="pt") as file:
+    with safe_open(run / PLAIN, framework="pt") as file:
         plain = {key: file.get_tensor(key) for key in sorted(file.keys())}
         about = dict(sorted(file.metadata().items()))  # in any order in the file
     shown = {
         "last": checkpoints.read(run / checkpoints.LAST),
         "best": checkpoints.read(run / checkpoints.BEST),
         "plain": {"tensors": plain, "about": about},
-        "metrics": lines(run / "metrics.jsonl"),
-        "events": lines(run / "events.jsonl"),
-        "summary": json.loads((run / running.SUMMARY).read_text()),
+        "metrics": lines(run / ROWS),
+        "events": lines(run / EVENTS),
+        "summary": read_json(run / SUMMARY),
         "files": sorted(set(os.listdir(run)) - {checkpoints.PREVIOUS}),
     }
     return without_times(shown)

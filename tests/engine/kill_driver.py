@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from dyrep import controller, events, files
+from dyrep import controller, files, records
 from dyrep.cli.flags import parse_training
 from dyrep.cli.main import main
 from dyrep.engine import checkpoints
@@ -83,7 +83,7 @@ class Moment:
                 moment._come()
                 self._real.write(data[half:])
 
-        for module in (checkpoints, events):
+        for module in (checkpoints, records):
             opened = getattr(module, "open", open)
             module.open = lambda path, mode, *args, real=opened, **kwargs: (
                 Torn(real(path, mode, *args, **kwargs))

@@ -1,6 +1,7 @@
 """The folder of a run: what is in it, and what starting again in it does."""
 
 import json
+import math
 import re
 
 import pytest
@@ -14,6 +15,8 @@ from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.running import load_run, train
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.models import small_vgg
+from dyrep.records import ROWS, SESSIONS, read_lines
+from dyrep.report.runs import read_run
 
 
 def command(out, *more):
@@ -225,7 +228,7 @@ def test_a_folder_tells_what_the_run_was(tmp_path):
     assert run.exists
     assert run.recipe() == recipe
     assert run.read_json("config.json")["settings"]["checkpoint_minutes"] == 3
-    assert [row["epoch"] for row in run.read_rows()] == [1, 2, 3]
+    assert [row["epoch"] for row in read_lines(tmp_path / ROWS)] == [1, 2, 3]
     (session,) = lines(tmp_path / "sessions.jsonl")
     assert (session["epoch"], session["step"], session["processes"], session["device"]) == (0, 0, 1, "cpu")
     assert {"python", "torch", "numpy", "dyrep"} <= set(session["versions"])
@@ -238,8 +241,8 @@ def test_every_start_is_noted_with_its_place_even_after_a_half_written_line(tmp_
         with open(tmp_path / "sessions.jsonl", "a") as file:
             file.write('{"time": 17')
     train(small_recipe(), settings(tmp_path))
-    starts = [line for line in (tmp_path / "sessions.jsonl").read_text().splitlines() if line != '{"time": 17']
-    assert [(json.loads(line)["epoch"], json.loads(line)["step"]) for line in starts] == [(0, 0), (0, 2), (0, 5)]
+    assert [(start["epoch"], start["step"]) for start in read_lines(tmp_path / SESSIONS)] == [(0, 0), (0, 2), (0, 5)]
+    assert len(read_run(tmp_path).sessions) == 3
 
 
 def test_rows_are_appended_as_they_come_and_replaced_on_going_back(tmp_path):
@@ -247,10 +250,10 @@ def test_rows_are_appended_as_they_come_and_replaced_on_going_back(tmp_path):
     run.create(Recipe(), {})
     run.add_row({"epoch": 1})
     run.add_row({"epoch": 2})
-    assert run.read_rows() == run.rows == [{"epoch": 1}, {"epoch": 2}]
+    assert read_lines(tmp_path / ROWS) == run.rows == [{"epoch": 1}, {"epoch": 2}]
     run.restore_rows([{"epoch": 1}])
     run.add_row({"epoch": 2, "again": True})
-    assert run.read_rows() == run.rows == [{"epoch": 1}, {"epoch": 2, "again": True}]
+    assert read_lines(tmp_path / ROWS) == run.rows == [{"epoch": 1}, {"epoch": 2, "again": True}]
 
 
 def test_the_files_of_a_run_that_cannot_be_read_are_named(tmp_path):
@@ -263,9 +266,63 @@ def test_the_files_of_a_run_that_cannot_be_read_are_named(tmp_path):
     run.write_json("config.json", {"format": 2})
     with pytest.raises(CheckpointError, match=r"config\.json has format 2, this version of dyrep reads 1"):
         run.recipe()
-    (tmp_path / "config.json").write_text('{"format": 1,')
-    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
-        run.recipe()
+    run.write_json("config.json", {"format": 1, "recipe": Recipe().to_dict(), "settings": {}})
+    with pytest.raises(CheckpointError, match=r"there is no file .*summary\.json"):
+        run.read_json("summary.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"format": 1,', "is damaged: Expecting"),
+        ('["format", 1]', "is damaged: it holds no JSON object"),
+        (b"\xff\xfe\x00", "is damaged: 'utf"),
+        ('{"format": 2, "recipe": {}, "settings": {}}', "has format 2, this version of dyrep reads 1"),
+        ('{"recipe": {}}', "has format None, this version of dyrep reads 1"),
+        ('{"format": 1, "settings": {}}', "is damaged: it has no recipe"),
+        ('{"format": 1, "recipe": [], "settings": {}}', "is damaged: it has no recipe"),
+        ('{"format": 1, "recipe": {}}', "is damaged: it has no settings"),
+    ],
+)
+def test_a_malformed_config_is_refused_in_the_same_words_by_training_and_report(content, reason, tmp_path):
+    run = RunDirectory(tmp_path)
+    run.create(Recipe(), {})
+    run.add_row({"epoch": 1})
+    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    told = set()
+    for read in (run.recipe, run.model_state, lambda: load_run(tmp_path), lambda: read_run(tmp_path)):
+        with pytest.raises(CheckpointError) as refused:
+            read()
+        told.add(str(refused.value))
+    (words,) = told
+    assert words.startswith(f"{tmp_path / 'config.json'} {reason}")
+
+
+def test_no_file_of_a_run_has_a_number_that_json_has_no_word_for(tmp_path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    run = RunDirectory(tmp_path)
+    run.create(Recipe(), {"checkpoint_minutes": math.inf})
+    run.add_session(settings={"checkpoint_minutes": math.inf})
+    run.add_row({"epoch": 1, "val_map": math.nan})
+    run.write_json("summary.json", {"test_map": math.nan, "best": {"map": -math.inf}, "fold_error": [math.nan, 1.0]})
+    for file in tmp_path.iterdir():
+        for text in [file.read_text()] if file.suffix == ".json" else file.read_text().splitlines():
+            json.loads(text, parse_constant=refuse)
+    found = {"test_map": "nan", "best": {"map": "-inf"}, "fold_error": ["nan", 1.0]}
+    assert run.read_json("summary.json") == found
+
+
+def test_a_line_of_metrics_that_was_cut_off_is_passed_over_and_gives_way_to_the_next(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.create(Recipe(), {})
+    run.add_row({"epoch": 1})
+    with open(tmp_path / ROWS, "a") as file:
+        file.write('{"epoch": 2, "train_')
+    assert read_lines(tmp_path / ROWS) == read_run(tmp_path).rows == [{"epoch": 1}]
+    run.add_row({"epoch": 2})
+    assert read_lines(tmp_path / ROWS) == read_run(tmp_path).rows == [{"epoch": 1}, {"epoch": 2}]
 
 
 @pytest.mark.parametrize("ema", [None, 0.8])

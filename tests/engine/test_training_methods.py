@@ -17,6 +17,7 @@ from dyrep.engine.running import load_run, train
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.models import build
 from dyrep.passing import PassedNorm
+from dyrep.records import PLAIN
 
 NESTED = {
     "format": 1,
@@ -113,7 +114,7 @@ def test_every_method_learns_and_folds_into_the_plain_network(case, finished):
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
     assert rows[-1]["train_accuracy"] > 40
     plain = build("small_vgg", num_classes=10, in_channels=1)
-    plain.load_state_dict(load_file(folder / running.PLAIN), strict=True)
+    plain.load_state_dict(load_file(folder / PLAIN), strict=True)
     assert summary["parameters_plain"] == sum(p.numel() for p in plain.parameters())
     assert trainer.score("test", plain)["accuracy"] == summary["test_accuracy_folded"]
     assert summary["test_accuracy_folded"] == pytest.approx(summary["test_accuracy"], abs=0.6)
@@ -420,7 +421,7 @@ def test_the_same_seed_builds_the_same_blocks_and_another_seed_others(tmp_path):
     ],
 )
 def test_blocks_start_from_the_very_function_of_given_weights(name, replace, finished, tmp_path):
-    weights = finished("origin")[0] / running.PLAIN
+    weights = finished("origin")[0] / PLAIN
     plain = build("small_vgg", num_classes=10, in_channels=1)
     plain.load_state_dict(load_file(weights))
     structure = NESTED if name == "fixed" else None
@@ -433,7 +434,7 @@ def test_blocks_start_from_the_very_function_of_given_weights(name, replace, fin
 
 
 def test_blocks_on_given_weights_begin_with_the_gamma_of_the_recipe(finished, tmp_path):
-    weights = str(finished("origin")[0] / running.PLAIN)
+    weights = str(finished("origin")[0] / PLAIN)
     recipe = small_recipe(method="dbb", weights=weights, evolution={"gamma": 0.25})
     block = make_trainer(recipe, tmp_path).model.conv2
     assert {name: float(value) for name, value in block.importances().items()} == dict.fromkeys(BRANCHES["dbb"], 0.25)
@@ -445,7 +446,7 @@ def test_without_given_weights_blocks_begin_at_full_strength(tmp_path):
 
 
 def test_orepa_cannot_start_from_given_weights_and_says_which_settings_clash(finished, tmp_path):
-    weights = str(finished("origin")[0] / running.PLAIN)
+    weights = str(finished("origin")[0] / PLAIN)
     with pytest.raises(ConfigError) as refused:
         train(small_recipe(method="orepa", weights=weights), settings(tmp_path / "run"))
     assert f"method=orepa cannot start from weights={weights}" in str(refused.value)
@@ -454,7 +455,7 @@ def test_orepa_cannot_start_from_given_weights_and_says_which_settings_clash(fin
 
 
 def test_training_from_given_weights_starts_where_they_were(finished, tmp_path):
-    weights = str(finished("origin")[0] / running.PLAIN)
+    weights = str(finished("origin")[0] / PLAIN)
     before = json.loads((finished("origin")[0] / "summary.json").read_text())["test_accuracy"]
     recipe = easy(method="dbb", weights=weights, lr=1e-6, epochs=1)
     summary = train(recipe, settings(tmp_path))

@@ -7,8 +7,9 @@ import copy
 import json
 
 from dyrep.config import DyRepConfig
-from dyrep.events import EventLog, append_line
+from dyrep.events import EventLog
 from dyrep.methods.catalogue import METHODS
+from dyrep.records import append_line
 
 ALL = ["1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual"]
 PLAIN_MACS, BRANCH_MACS = 1_000_000, 50_000
@@ -278,5 +279,5 @@ def own_log(folder, unit, *, metrics=()):
         when = {"epoch": 0, "step": 0, unit: place}
         log.write("update", **when, edits=edits, macs=macs, plain_macs=100, parameters=macs, scores={"a": 1.0})
     for row in metrics:
-        append_line(folder / "metrics.jsonl", json.dumps(row))
+        append_line(folder / "metrics.jsonl", row)
     return folder

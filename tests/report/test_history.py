@@ -80,6 +80,15 @@ def test_importances_are_those_of_epochs_or_where_there_are_none_of_updates():
     assert history.importances(a_run(updates)) == {"a": {"1x1": [(3, 0.5)]}}
 
 
+def test_importances_that_are_no_numbers_are_left_out():
+    rows = [{"epoch": 1, "importances": {"a": {"1x1": 0.5, "1xK": "nan"}, "b": {"1x1": "inf"}}}]
+    cut = [{"kind": "cut", "layer": "a", "branches": ["1xK"], "detail": {"importances": {"1xK": "nan"}}}]
+    run = a_run([(1, [("expand", "a", ["1xK"])]), (2, [], {"edits": cut})], rows=rows)
+    assert history.importances(run) == {"a": {"1x1": [(1, 0.5)]}}
+    assert history.cuts(run) == [(2, "a", "1xK", None)]
+    assert history.lives(run)[0].end == "not among the strongest"
+
+
 def test_the_mean_is_that_of_the_branches_alive_without_the_origin():
     branches = {"1x1": [(1, 1.0), (2, 2.0)], "1xK": [(2, 4.0)], "KxK": [(1, 100.0), (2, 100.0)]}
     assert history.mean_importance(branches) == [(1, 1.0), (2, 3.0)]
@@ -117,7 +126,8 @@ def test_drifts_are_told_where_they_were_measured():
 
 
 def test_columns_have_values_only_where_something_was_measured():
-    rows = [{"epoch": 1}, {"epoch": 2, "test_accuracy": 50.0}, {"epoch": 3, "test_accuracy": "nan"}]
+    measured = (50.0, "nan", float("nan"), "inf")
+    rows = [{"epoch": 1}, *({"epoch": epoch, "test_accuracy": value} for epoch, value in enumerate(measured, 2))]
     assert history.series(a_run(rows=rows), "test_accuracy") == [(2, 50.0)]
     assert history.average([]) is None
     assert history.average([(1, 2.0), (2, 4.0)]) == 3.0

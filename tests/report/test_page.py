@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DyRepError
 from dyrep.report.page import write_report
 from dyrep.report.runs import read_run
 from report.run_folders import own_log, update, write_run
@@ -109,6 +109,45 @@ def test_a_failed_proof_is_bad_news(tmp_path):
     text = page.read_text()
     assert '<dd class="bad">5.0e-01, too much</dd>' in text
     assert "failed" in Checker(text).text
+
+
+UNDEFINED = {"test_accuracy": "nan", "test_accuracy_folded": "nan", "fold_passed": False}
+
+
+@pytest.mark.parametrize("error", ["nan", "inf"])
+def test_numbers_that_json_has_no_word_for_are_shown_for_what_they_are(tmp_path, error):
+    def spoil(row):
+        row |= {"train_loss": "nan", "train_accuracy": "inf", "test_accuracy": "nan"}
+
+    def spoil_the_end(row):
+        if row["epoch"] > 5:
+            spoil(row)
+
+    grown = update(2, ("expand", "a", ["1x1", "1xK"]))
+    about = {"updates": [grown], "strengths": {"a": {"1x1": "nan"}}, "rows": spoil_the_end}
+    run = write_run(tmp_path / "run", **about, summary={**UNDEFINED, "fold_error": error})
+    other = write_run(tmp_path / "other", method="origin", rows=spoil, finished=False)
+    page = Checker(write_report([run, other], tmp_path / "report.html")[0].read_text())
+    assert "accuracy is not defined on these test images" in page.text
+    assert "accuracy was not written down" in page.text
+    assert f"{error}, too much" in page.text
+    assert f"dyrep, seed 0 failed {error} – –" in page.text
+    assert "dyrep, seed 0 10 – – 85.00 85.00" in page.text
+
+
+def test_a_seed_whose_metric_is_not_defined_is_left_out_of_the_mean(tmp_path):
+    runs = [write_run(tmp_path / str(seed), seed=seed, accuracy=90.0 + seed) for seed in (0, 2)]
+    runs.append(write_run(tmp_path / "undefined", seed=3, summary={**UNDEFINED, "fold_error": "nan"}))
+    text = Checker(write_report(runs, tmp_path / "report.html")[0].read_text()).text
+    assert "91.00 ± 1.41 %" in text
+    assert "mean ± sd over 2 seeds" in text
+    assert "nan, too much" in text  # the largest error of folding is not hidden by those that are numbers
+
+
+def test_a_page_that_cannot_be_written_is_named(folders, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DyRepError, match=r"report\.html cannot be written: "):
+        write_report([folders.plain], tmp_path / "file" / "report.html")
 
 
 def test_time_against_plain_needs_the_same_hardware(folders, page, tmp_path):

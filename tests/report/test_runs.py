@@ -60,6 +60,7 @@ def test_a_partial_last_line_is_passed_over(folders, tmp_path):
     [
         ("config.json", "{", "config.json is damaged"),
         ("config.json", "[]", "holds no JSON object"),
+        ("config.json", '{"format": 1, "settings": {}}', "config.json is damaged: it has no recipe"),
         ("metrics.jsonl", "", "has not finished an epoch yet"),
         ("metrics.jsonl", None, "has not finished an epoch yet"),
         ("metrics.jsonl", "{\n{}\n", "line 1 of .*metrics.jsonl is damaged"),

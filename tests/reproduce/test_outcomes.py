@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
 from dyrep.errors import ConfigError
+from dyrep.records import read_json, write_json
 from dyrep.reproduce import SCALES, STUDIES, Row, Study, Training
 from dyrep.reproduce import outcomes as module
 from dyrep.reproduce.outcomes import Workshop, planned
@@ -64,6 +66,16 @@ def test_a_run_with_other_settings_is_not_taken_for_ours(trained, shop, tmp_path
     (found,) = shop().carry_out(study(Row("a", {}, Training(CIFAR))))
     assert found.state == "not run"
     assert "was trained with other settings (lr: 0.2 against 0.1): move it away" in found.reason
+
+
+def test_a_metric_that_is_not_defined_is_a_gap_and_no_more(trained, shop, tmp_path):
+    row = Row("a", {}, Training(CIFAR))
+    shop(seeds=2).carry_out(study(row))
+    for seed, left in ((0, [91.0]), (1, None)):
+        file = tmp_path / "smoke" / f"cifar10-vgg16-dyrep-seed{seed}" / "summary.json"
+        write_json(file, {**read_json(file), "test_accuracy_folded": math.nan})
+        (found,) = shop(seeds=2).carry_out(study(row))
+        assert (found.state, found.figures["cost"], found.figures.get("accuracy")) == ("done", [2, 2], left)
 
 
 def test_rows_that_are_the_same_at_a_scale_share_their_runs_and_say_so(trained, shop):

@@ -9,7 +9,7 @@ import pytest
 from dyrep.reproduce import SCALES, STUDIES, Row, Study, Training
 from dyrep.reproduce.drawing import picture
 from dyrep.reproduce.outcomes import Outcome
-from dyrep.reproduce.tables import as_data, as_markdown, as_text, lines
+from dyrep.reproduce.tables import as_data, as_markdown, as_text, lines, ours
 from report.run_folders import write_run
 
 STUDY = Study(
@@ -63,6 +63,14 @@ def test_cost_is_drawn_relative_to_the_plain_network():
     assert "paper, ResNet-18, DBB: 70.99 % at 1.69 times the cost" in told
     assert "ours, ResNet-18, DBB: 70.00 % at 1.50 times the cost" in told
     assert len(told) == len(study.rows) + 2
+
+
+def test_an_accuracy_that_is_not_defined_is_a_dash_and_has_no_point():
+    study = STUDIES["accuracy-against-cost"]
+    found = [Outcome(row, "done", figures={"cost": [30.0, 40.0]}) for row in study.rows]
+    found[1].figures["accuracy"] = [70.0]  # of one seed of two
+    assert len(picture(study, found).told) == len(study.rows) + 1
+    assert [ours("accuracy", outcome) for outcome in found[:2]] == ["–", "70.00"]
 
 
 def test_curves_are_those_of_the_runs(tmp_path):

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import tyro
 
-from dyrep.cli.output import write_json
 from dyrep.engine.bench import ARMS, Bench, BenchSettings, StepTime
 from dyrep.engine.rundir import hardware
 from dyrep.errors import ConfigError, DyRepError
+from dyrep.records import write_json
 from dyrep.surgery.timing import LayerTimes
 from dyrep.wording import counted
 

@@ -12,14 +12,14 @@ import torch
 import tyro
 from torch import Tensor
 
-from dyrep.cli.output import write_json
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.rundir import RunDirectory, versions
+from dyrep.engine.rundir import versions
 from dyrep.engine.running import load_run
 from dyrep.engine.setup import make_data
 from dyrep.engine.world import World
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.exporting import FORMATS, export
+from dyrep.records import read_config, write_json
 
 _IMAGES = 16  # real ones to compare on
 
@@ -98,7 +98,7 @@ def _test_images(run: Path, state: Mapping[str, Any], folder: Path | None) -> Te
         val_split=0,
         resident=False if recipe.dataset == "folder" else None,  # a few are enough: do not decode them all
     )
-    known = RunDirectory(run).read_json("config.json")["settings"].get("data")
+    known = read_config(run)["settings"].get("data")
     where = folder or (None if known is None else Path(known))
     settings = RunSettings(data=where, device="cpu", workers=0, channels_last=False)
     try:

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from dyrep.cli.output import write_json, write_text
 from dyrep.engine.rundir import hardware, versions
 from dyrep.errors import ConfigError
+from dyrep.records import write_json, write_text
 from dyrep.reproduce import SCALES, STUDIES
 from dyrep.reproduce.drawing import picture
 from dyrep.reproduce.outcomes import Workshop, planned

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import time
@@ -28,11 +27,19 @@ import torch
 from dyrep.engine.checkpoints import BEST, LAST, CheckpointFolder, read
 from dyrep.engine.recipe import Recipe
 from dyrep.errors import CheckpointError
-from dyrep.events import append_line, jsonable, write_lines
-from dyrep.files import PARTIAL, replacing
+from dyrep.files import PARTIAL
+from dyrep.records import (
+    CONFIG,
+    FORMAT,
+    ROWS,
+    SESSIONS,
+    append_line,
+    read_config,
+    read_json,
+    write_json,
+    write_lines,
+)
 
-FORMAT = 1
-PLAIN = "plain.safetensors"
 _LOCK_SECONDS = 8
 DOWNSTREAM = ("torchmetrics", "faster-coco-eval", "pycocotools", "segmentation-models-pytorch")
 VERSIONED = ("torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn", *DOWNSTREAM)
@@ -58,22 +65,17 @@ class RunDirectory:
     @property
     def exists(self) -> bool:
         """Whether a run has been started here."""
-        return (self.path / "config.json").exists()
+        return (self.path / CONFIG).exists()
 
     def create(self, recipe: Recipe, settings: dict[str, Any]) -> None:
         """Start a run that has no checkpoint yet."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.write_json("config.json", {"format": FORMAT, "recipe": recipe.to_dict(), "settings": settings})
+        self.write_json(CONFIG, {"format": FORMAT, "recipe": recipe.to_dict(), "settings": settings})
         self.restore_rows([])
 
     def recipe(self) -> Recipe:
         """The recipe of the run."""
-        config = self.read_json("config.json")
-        if config.get("format") != FORMAT:
-            raise CheckpointError(
-                f"{self.path / 'config.json'} has format {config.get('format')!r}, this version of dyrep reads {FORMAT}"
-            )
-        return Recipe.from_dict(config["recipe"])
+        return Recipe.from_dict(read_config(self.path)["recipe"])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -110,40 +112,26 @@ class RunDirectory:
 
     def add_session(self, **about: Any) -> None:
         """Note that a process has started to work on this run."""
-        line = json.dumps({"time": round(time.time(), 3), **about, "versions": versions(), "hardware": hardware()})
-        append_line(self.path / "sessions.jsonl", line)
+        session = {"time": round(time.time(), 3), **about, "versions": versions(), "hardware": hardware()}
+        append_line(self.path / SESSIONS, session)
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add the metrics of an epoch."""
         self.rows.append(row)
-        append_line(self.path / "metrics.jsonl", json.dumps(jsonable(row)))
+        append_line(self.path / ROWS, row)
 
     def restore_rows(self, rows: list[dict[str, Any]]) -> None:
         """Go back to these metrics; the file is replaced."""
         self.rows = list(rows)
-        write_lines(self.path / "metrics.jsonl", (json.dumps(jsonable(row)) for row in rows))
-
-    def read_rows(self) -> list[dict[str, Any]]:
-        """The metrics in the file."""
-        lines = (self.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines if line.strip()]
+        write_lines(self.path / ROWS, rows)
 
     def write_json(self, name: str, data: dict[str, Any]) -> None:
-        """Write a JSON file atomically."""
-        with replacing(self.path / name) as temporary:
-            temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        """Write a JSON file of the run, see `dyrep.records.write_json`."""
+        write_json(self.path / name, data)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """Read a JSON file."""
-        file = self.path / name
-        if not file.is_file():
-            raise CheckpointError(f"{self.path} is not the folder of a run: it has no {name}")
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise CheckpointError(f"{file} is damaged: {error}") from error
-        assert isinstance(data, dict)
-        return data
+        """Read a JSON file of the run, see `dyrep.records.read_json`."""
+        return read_json(self.path / name)
 
     def model_state(self, which: str = "last") -> dict[str, Any]:
         """What it takes to rebuild a trained model: recipe, shape of the data, structure, weights and epoch.
@@ -151,7 +139,7 @@ class RunDirectory:
         Args:
             which: ``"last"`` or ``"best"``; if the run keeps a moving average of the weights, that is meant.
         """
-        self.read_json("config.json")  # says so if this is not a run
+        read_config(self.path)  # says so if this is not a run
         name = {"last": LAST, "best": BEST}[which]
         if not (self.path / name).exists():
             raise CheckpointError(f"{self.path} has no {name} yet: it is written while the run trains")

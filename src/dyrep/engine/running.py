@@ -13,7 +13,7 @@ from torch import nn
 from dyrep.checkpoint import save
 from dyrep.engine.progress import Reporter, make_reporter
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.rundir import PLAIN, RunDirectory, hardware
+from dyrep.engine.rundir import RunDirectory, hardware
 from dyrep.engine.setup import make_model
 from dyrep.engine.signals import StopRequest, stop_request
 from dyrep.engine.tasks import task_of
@@ -21,16 +21,14 @@ from dyrep.engine.trainer import Trainer
 from dyrep.engine.world import World, joined_world
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.events import read_events
+from dyrep.records import CONFIG, EVENTS, PLAIN, PREDICTIONS, SUMMARY, jsonable
 from dyrep.surgery.costs import costs
 from dyrep.surgery.folding import deploy, verify
 from dyrep.surgery.structure import importances, restructure_, structure
 from dyrep.wording import METRICS, duration
 
-SUMMARY = "summary.json"
-PREDICTIONS = "predictions.png"
 COMPARED = 64
 """On how many test images, at most, the folded network is compared with the evolved one."""
-__all__ = ["PLAIN", "PREDICTIONS", "SUMMARY", "Stopped", "load_run", "structure_of_run", "train"]
 
 
 class Stopped(BaseException):
@@ -122,7 +120,7 @@ def _check_folder(run: RunDirectory, settings: RunSettings) -> bool:
     if run.exists and not settings.resume:
         raise CheckpointError(f"there is a run in {run.path} already: give another --out, or --resume to continue it")
     if run.checkpoints.exists and not run.exists:
-        raise CheckpointError(f"{run.path} has checkpoints but no config.json: give another --out")
+        raise CheckpointError(f"{run.path} has checkpoints but no {CONFIG}: give another --out")
     return run.checkpoints.exists
 
 
@@ -170,6 +168,7 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
         summary["mean_macs"] = sum(row["macs"] for row in rows) / len(rows)
         summary["mean_parameters"] = sum(row["parameters"] for row in rows) / len(rows)
         summary |= {key: last[key] for key in ("train_loss", "train_accuracy", f"val_{metric}") if key in last}
+    summary = jsonable(summary)  # the same, whether it is returned now or read later
     if world.is_main:
         save(plain, run.path / PLAIN)
         run.write_json(SUMMARY, summary)
@@ -194,7 +193,7 @@ def _test_inputs(trainer: Trainer) -> Any:
 
 def _report(summary: dict[str, Any], folder: Path, reporter: Reporter, recipe: Recipe, verdict: str) -> None:
     metric = task_of(recipe).metric
-    evolved, folded = (summary[f"test_{metric}{form}"] for form in ("", "_folded"))
+    evolved, folded = (float(summary[f"test_{metric}{form}"]) for form in ("", "_folded"))
     time = duration(summary["seconds"])
     reporter.message(f"test {METRICS[metric]} {evolved:.2f} %, folded {folded:.2f} %, in {time}")
     if recipe.method != "origin":
@@ -240,7 +239,7 @@ def structure_of_run(reference: str) -> dict[str, Any]:
     found, epoch = state["structure"], int(number) if at else state["epoch"]
     if epoch > state["epoch"]:
         raise ConfigError(f"structure={reference!r}: the run has been trained for {state['epoch']} epochs so far")
-    updates = [event for event in read_events(run.path / "events.jsonl") if event["type"] == "update"] if at else []
+    updates = [event for event in read_events(run.path / EVENTS) if event["type"] == "update"] if at else []
     if updates:  # a method that never updates has the same structure throughout
         # an update between two steps belongs to the epoch that was not over yet
         unfinished = Recipe.from_dict(state["recipe"]).dyrep.unit == "step"

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from dyrep.engine.data import Data
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.rundir import PLAIN, RunDirectory
+from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
 from dyrep.errors import CheckpointError
 from dyrep.models.backbones import load_backbone_
+from dyrep.records import PLAIN
 
 
 def make_data(recipe: Recipe, settings: RunSettings, world: World) -> Data:

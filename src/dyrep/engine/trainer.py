@@ -33,6 +33,7 @@ from dyrep.execution import Clock
 from dyrep.methods import method
 from dyrep.models.backbones import train_
 from dyrep.norm import sync_norms_
+from dyrep.records import EVENTS
 from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.executing import set_execution_
@@ -140,7 +141,7 @@ class Trainer:
 
     def train(self) -> bool:
         """Train to the end; whether it was reached. If not, the run can be resumed."""
-        self._log.move_to(self.run.path / "events.jsonl")
+        self._log.move_to(self.run.path / EVENTS)
         if self.settings.tensorboard and self.world.is_main:
             self._curves = Curves(self.run.path / "tensorboard", self.epoch)
         now = time.perf_counter()

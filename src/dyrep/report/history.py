@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyrep.branches import ORIGIN
+from dyrep.records import finite
 from dyrep.report.pictures import in_order, short
 from dyrep.report.runs import Run
 
@@ -100,7 +101,7 @@ def lives(run: Run) -> list[Life]:
             detail = edit.get("detail", {})
             for branch in edit["branches"]:
                 if edit["kind"] == "expand":
-                    score = _number(detail.get("score"))
+                    score = finite(detail.get("score"))
                     why = "from the start" if not now else "" if score is None else f"score {score:.3g}"
                     found.append(Life(edit["layer"], branch, now, why=why))
                 else:
@@ -109,7 +110,7 @@ def lives(run: Run) -> list[Life]:
 
 
 def _end(found: list[Life], layer: str, branch: str, now: float, detail: dict[str, Any]) -> None:
-    strength = detail.get("importances", {}).get(branch)
+    strength = finite(detail.get("importances", {}).get(branch))
     reason = "not among the strongest" if strength is None else f"importance {strength:.4f}, below the mean"
     inside = f"{layer}.branches.{branch}."
     for life in (life for life in found if life.died is None):
@@ -128,7 +129,9 @@ def importances(run: Run) -> dict[str, dict[str, Series]]:
     for epoch, layers in rows:
         for layer, branches in layers.items():
             for branch, value in branches.items():
-                found.setdefault(layer, {}).setdefault(branch, []).append((epoch, value))
+                known = finite(value)
+                if known is not None:
+                    found.setdefault(layer, {}).setdefault(branch, []).append((epoch, known))
     return dict(sorted(found.items(), key=lambda item: in_order(item[0])))
 
 
@@ -145,7 +148,7 @@ def mean_importance(branches: dict[str, Series]) -> Series:
 def cuts(run: Run) -> list[tuple[float, str, str, float | None]]:
     """Epoch, layer, branch and importance of every branch that was absorbed."""
     return [
-        (epoch_of(run, event), edit["layer"], branch, edit.get("detail", {}).get("importances", {}).get(branch))
+        (epoch_of(run, event), edit["layer"], branch, finite(edit.get("detail", {}).get("importances", {}).get(branch)))
         for event in run.updates
         for edit in event["edits"]
         if edit["kind"] == "cut"
@@ -157,7 +160,7 @@ def scores(run: Run) -> Scores:
     """Scores of all candidates at all updates that had any."""
     updates = [event for event in run.updates if event.get("scores")]
     layers = sorted({layer for event in updates for layer in event["scores"]}, key=in_order)
-    values = {layer: [_number(event["scores"].get(layer)) for event in updates] for layer in layers}
+    values = {layer: [finite(event["scores"].get(layer)) for event in updates] for layer in layers}
     chosen = [[edit["layer"] for edit in event["edits"] if edit["kind"] == "expand"] for event in updates]
     return Scores([epoch_of(run, event) for event in updates], values, chosen)
 
@@ -168,7 +171,7 @@ def drifts(run: Run) -> list[EditDrift]:
     for event in run.updates:
         for edit in event["edits"]:
             detail = edit.get("detail", {})
-            evaluated, training = _number(detail.get("drift")), _number(detail.get("train_drift"))
+            evaluated, training = finite(detail.get("drift")), finite(detail.get("train_drift"))
             if evaluated is not None:
                 words = f"{edit['kind']} {short(edit['layer'])}: {', '.join(edit['branches'])}"
                 found.append(EditDrift(epoch_of(run, event), words, edit["kind"], evaluated, training))
@@ -177,7 +180,7 @@ def drifts(run: Run) -> list[EditDrift]:
 
 def series(run: Run, key: str) -> Series:
     """A column of the metrics over epochs, where it has values."""
-    pairs = [(float(row["epoch"]), _number(row.get(key))) for row in run.rows]
+    pairs = [(float(row["epoch"]), finite(row.get(key))) for row in run.rows]
     return [(epoch, value) for epoch, value in pairs if value is not None]
 
 
@@ -207,8 +210,3 @@ def time_shares(run: Run) -> dict[str, float]:
         rest = run.summary["seconds"] - sum(shares.values())
         shares["the rest (reading data, checkpoints, folding)"] = max(rest, 0.0)
     return shares
-
-
-def _number(value: Any) -> float | None:
-    """Numbers that JSON has no word for are written as text."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyrep.errors import ConfigError, DyRepError
-from dyrep.files import replacing
+from dyrep.records import PLAIN, PREDICTIONS, finite, write_text
 from dyrep.report import figures, history, results
 from dyrep.report.html import MISSING, card, embedded, figure, number, page, section, table
 from dyrep.report.pictures import Picture, short
@@ -45,13 +45,11 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     report = Report([read_run(run) for run in runs])
     text = report.html()
     beside = out.with_name(f"{out.stem}-figures")
+    write_text(out, text)
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(out) as temporary:
-            temporary.write_text(text, encoding="utf-8")
         return out, [picture.save_png(beside / f"{picture.name}.png") for picture in report.pictures]
     except OSError as error:
-        raise DyRepError(f"{out} cannot be written: {error}") from error
+        raise DyRepError(f"{beside} cannot be written: {error}") from error
 
 
 class Report:
@@ -145,7 +143,8 @@ class Report:
             facts.append(("not finished", counted(going, "run"), False))
         found = results.accuracies(group)
         if not found:
-            return card(group.label, MISSING, f"{self.metric} was not written down", facts)
+            why = "is not defined on these test images" if results.ended(group) else "was not written down"
+            return card(group.label, MISSING, f"{self.metric} {why}", facts)
         seeds = "one seed" if len(found) == 1 else f"mean ± sd over {len(found)} seeds"
         split = f"{group.runs[0].split} set, so far" if error is None else "test set, folded"
         return card(group.label, f"{results.mean_and_spread(found)} %", f"{self.metric} ({split}), {seeds}", facts)
@@ -189,7 +188,7 @@ class Report:
 
     def _predictions(self) -> str:
         """What detectors and segmentation networks drew at their end, of the first run of every kind."""
-        shown = [(group, group.runs[0].path / "predictions.png") for group in self.groups]
+        shown = [(group, group.runs[0].path / PREDICTIONS) for group in self.groups]
         words = "What the folded network says about a few images that it was not trained on"
         return "".join(
             embedded(path.read_bytes(), f"{words}: {group.label}, seed {group.runs[0].seed}.")
@@ -277,9 +276,9 @@ class Report:
                 (
                     name,
                     "passed" if found["fold_passed"] else "failed",
-                    number(found["fold_error"], ".1e"),
-                    f"{found[f'test_{run.metric}']:.2f}",
-                    f"{found[f'test_{run.metric}_folded']:.2f}",
+                    number(float(found["fold_error"]), ".1e"),
+                    number(finite(found[f"test_{run.metric}"]), ".2f"),
+                    number(finite(found[f"test_{run.metric}_folded"]), ".2f"),
                     found.get("fold_report", MISSING),
                 )
             )
@@ -287,7 +286,7 @@ class Report:
         heads = ("run", "verdict", "largest error", *measured, "what was compared")
         words = (
             "At the end every run was folded into the plain network, key for key, and both were run on the same test "
-            "images. Its weights are in <code>plain.safetensors</code> of the run's folder."
+            f"images. Its weights are in <code>{PLAIN}</code> of the run's folder."
         )
         return f"<p>{words}</p>" + table("Folded against trained", heads, rows)
 
@@ -333,8 +332,8 @@ def _row(run: Run) -> tuple[Any, ...]:
     measured = [value for _, value in history.series(run, f"{run.split}_{run.metric}")]
     return (
         last["epoch"],
-        number(last.get("train_loss"), ".4f"),
-        number(last.get("train_accuracy"), ".2f"),
+        number(finite(last.get("train_loss")), ".4f"),
+        number(finite(last.get("train_accuracy")), ".2f"),
         number(measured[-1] if measured else None, ".2f"),
         number(max(measured, default=None), ".2f"),
     )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
+from dyrep.records import finite
 from dyrep.report import history
 from dyrep.report.html import MISSING
 from dyrep.report.runs import Group
 
 
 def accuracies(group: Group) -> list[float]:
-    """The metric of folded networks on the test set, or what was measured last where no run has ended."""
-    ended = [run.summary[f"test_{run.metric}_folded"] for run in group.runs if run.summary is not None]
+    """The metric of folded networks on the test set, where it is defined; where no run has ended, the last measured."""
+    if ended(group):
+        told = [finite(run.summary[f"test_{run.metric}_folded"]) for run in group.runs if run.summary is not None]
+        return [value for value in told if value is not None]
     latest = [history.series(run, f"{run.split}_{run.metric}") for run in group.runs]
-    return ended or [values[-1][1] for values in latest if values]
+    return [values[-1][1] for values in latest if values]
 
 
 def mean_and_spread(values: list[float]) -> str:
@@ -42,8 +46,9 @@ def ended(group: Group) -> bool:
 
 
 def fold_error(group: Group) -> float | None:
-    """The largest change of the output by folding; None if no run has ended."""
-    return max((run.summary["fold_error"] for run in group.runs if run.summary is not None), default=None)
+    """The largest change of the output by folding, NaN if any is; None if no run has ended."""
+    errors = [float(run.summary["fold_error"]) for run in group.runs if run.summary is not None]
+    return math.nan if any(map(math.isnan, errors)) else max(errors, default=None)
 
 
 def fold_passed(group: Group) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dyrep.errors import CheckpointError
 from dyrep.events import read_events
+from dyrep.records import CONFIG, EVENTS, ROWS, SESSIONS, SUMMARY, read_config, read_json, read_lines
 from dyrep.wording import metric_of
 
 _UNTOLD = ("seed", "name")  # settings that make no other kind of run
@@ -109,23 +110,22 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         return _own_loop(folder)
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}")
-    if not (folder / "config.json").is_file():
-        if (folder / "events.jsonl").is_file():
-            return _own_loop(folder / "events.jsonl")
-        raise CheckpointError(f"{folder} is not the folder of a run: it has neither config.json nor events.jsonl")
-    recipe = _json(folder / "config.json")["recipe"]
-    rows = _lines(folder / "metrics.jsonl")
+    log, summary = folder / EVENTS, folder / SUMMARY
+    if not (folder / CONFIG).is_file():
+        if log.is_file():
+            return _own_loop(log)
+        raise CheckpointError(f"{folder} is not the folder of a run: it has neither {CONFIG} nor {EVENTS}")
+    recipe = read_config(folder)["recipe"]
+    rows = read_lines(folder / ROWS)
     if not rows:
         raise CheckpointError(f"the run in {folder} has not finished an epoch yet, so there is nothing to report")
-    log = folder / "events.jsonl"
-    summary = folder / "summary.json"
     return Run(
         path=folder,
         recipe=recipe,
         rows=rows,
         events=read_events(log) if log.is_file() else [],
-        sessions=_lines(folder / "sessions.jsonl"),
-        summary=_json(summary) if summary.is_file() else None,
+        sessions=read_lines(folder / SESSIONS),
+        summary=read_json(summary) if summary.is_file() else None,
     )
 
 
@@ -137,7 +137,7 @@ def _own_loop(log: Path) -> Run:
         raise CheckpointError(f"{log} is not the log of dyrep.DyRep: it does not begin with its settings")
     config, unit = started["config"], started["config"]["unit"]
     updates = [event for event in events if event["type"] == "update"]
-    rows = _with_costs(_lines(log.parent / "metrics.jsonl"), updates, unit, log.parent) or _rows(updates, unit)
+    rows = _with_costs(read_lines(log.parent / ROWS), updates, unit, log.parent) or _rows(updates, unit)
     if not rows:
         raise CheckpointError(f"{log} has no update yet, so there is nothing to report")
     end = config["total"] or rows[-1]["epoch"]
@@ -158,7 +158,7 @@ def _with_costs(
     found = []
     for row in rows:
         if unit not in row:
-            raise CheckpointError(f"metrics.jsonl in {folder}: every line needs {unit!r}, which the log counts in")
+            raise CheckpointError(f"{ROWS} in {folder}: every line needs {unit!r}, which the log counts in")
         found.append({**_macs_at(row[unit], updates, unit), **row, "epoch": row[unit]})
     return found
 
@@ -214,27 +214,3 @@ def _kind(run: Run) -> dict[str, Any]:
         inner = value if isinstance(value, dict) else None
         flat |= {key: value} if inner is None else {f"{key}.{name}": item for name, item in inner.items()}
     return {key: value for key, value in flat.items() if key.rpartition(".")[2] not in _UNTOLD}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
-    return data
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """A file of one JSON object per line; a last line that was cut off is passed over."""
-    if not path.is_file():
-        return []
-    found, lines = [], [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    for number, line in enumerate(lines):
-        try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number + 1 < len(lines):
-                raise CheckpointError(f"line {number + 1} of {path} is damaged: {line[:80]!r}") from error
-    return found

@@ -51,7 +51,7 @@ def _cost(study: Study, outcomes: Sequence[Outcome]) -> Picture:
             cost, accuracy = _number(row.paper["cost"]) / plain_paper, _number(row.paper["accuracy"])
             (point,) = axis.plot(cost, accuracy, markerfacecolor="none", **look)
             drawn.tell(point, f"paper, {row.group}, {row.label}: {accuracy:.2f} % at {cost:.2f} times the cost")
-            if outcome.state == "done" and plain_ours:
+            if plain_ours and outcome.figures.keys() >= {"cost", "accuracy"}:
                 cost = statistics.mean(outcome.figures["cost"]) / statistics.mean(plain_ours)
                 accuracy = statistics.mean(outcome.figures["accuracy"])
                 (point,) = axis.plot(cost, accuracy, **look)

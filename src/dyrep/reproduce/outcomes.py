@@ -16,9 +16,10 @@ from dyrep.branches import BRANCHES
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.recipes import recipe
 from dyrep.engine.rundir import RunDirectory
-from dyrep.engine.running import SUMMARY, structure_of_run, train
+from dyrep.engine.running import structure_of_run, train
 from dyrep.errors import DyRepError
 from dyrep.methods import METHODS, convert_
+from dyrep.records import SUMMARY, finite
 from dyrep.reproduce.scales import DRAWN, Scale
 from dyrep.reproduce.studies import BACKBONE, Row, Study, Training
 from dyrep.surgery.costs import costs
@@ -36,7 +37,7 @@ class Outcome:
         row: the row.
         state: ``"done"``, ``"counted"``, or ``"not run"``.
         reason: why it was not run, or not for all seeds.
-        figures: our figures by column, one for each seed; counts have a single one.
+        figures: our figures by column, one for each seed where it is defined; counts have a single one.
         runs: folders of its runs.
     """
 
@@ -104,7 +105,7 @@ class Workshop:
         if not counts_deployed:
             found |= {"macs": summary["mean_macs"] / 1e6, "parameters": summary["mean_parameters"] / 1e6}
         for column, value in found.items():
-            outcome.figures.setdefault(column, []).append(value)
+            _add(outcome, column, value)
         outcome.runs.append(folder)
         outcome.state = "done"
 
@@ -116,7 +117,7 @@ class Workshop:
             outcome.reason = outcome.reason or str(error).splitlines()[0]
             return
         metric = metric_of(summary)
-        outcome.figures.setdefault(column, []).append(summary[f"test_{metric}_folded"])
+        _add(outcome, column, summary[f"test_{metric}_folded"])
         outcome.runs.append(folder)
 
     def _trained(self, training: Training, seed: int) -> tuple[dict[str, Any], Path]:
@@ -191,6 +192,13 @@ class Workshop:
         device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if device.type == "cuda":
             outcome.figures["speed"] = [_images_per_second(model, device)]
+
+
+def _add(outcome: Outcome, column: str, value: Any) -> None:
+    """Note the figure of a seed; one that is not defined there leaves a gap, and no more."""
+    known = finite(value)
+    if known is not None:
+        outcome.figures.setdefault(column, []).append(known)
 
 
 def _checked(run: RunDirectory, training: Training, chosen: Recipe) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dyrep.engine.data.masks import IGNORED
 from dyrep.engine.running import train
 from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
+from dyrep.records import ROWS, SUMMARY
 from dyrep.report.page import write_report
 
 WORLD = World(torch.device("cpu"))
@@ -97,19 +98,46 @@ def test_nan_is_not_the_best_for_ever(data, tmp_path, monkeypatch):
     assert kept == [1, 2, 3, 3, 3]
 
 
-def test_a_run_where_no_pixel_to_validate_on_counts_ends_and_writes_json(tiny_models, tmp_path):
-    folder = write_masks(tmp_path / "masks", ignored=11)
-    for file in (folder / "valannot").glob("*.png"):
+def empty_(folder):
+    """Make maps of classes in which no pixel counts."""
+    for file in folder.glob("*.png"):
         with Image.open(file) as labels:
             empty = Image.new("L", labels.size, 11)
         empty.save(file)
-    run = tmp_path / "run"
-    train(segmentation(epochs=2), settings(run, data=folder))
+
+
+def valid(text):
+    """JSON as the standard has it, which knows neither NaN nor infinities."""
 
     def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
-    rows = [json.loads(line, parse_constant=refuse) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_run_where_no_pixel_to_validate_on_counts_ends_and_writes_json(tiny_models, tmp_path):
+    folder = write_masks(tmp_path / "masks", ignored=11)
+    empty_(folder / "valannot")
+    run = tmp_path / "run"
+    train(segmentation(epochs=2), settings(run, data=folder))
+    rows = [valid(line) for line in (run / ROWS).read_text().splitlines()]
     assert [row["val_miou"] for row in rows] == ["nan", "nan"]
-    assert json.loads((run / "summary.json").read_text())["best"]["epoch"] == 2
+    summary = valid((run / SUMMARY).read_text())
+    assert summary["best"] == {"epoch": 2, "split": "val", "miou": "nan"}
+    assert summary["val_miou"] == "nan"
+    assert 0 <= summary["test_miou_folded"] <= 100
     write_report([run], tmp_path / "report.html")
+
+
+def test_a_run_where_no_pixel_to_test_on_counts_is_told_and_reported(tiny_models, tmp_path, capsys):
+    folder = write_masks(tmp_path / "masks", ignored=11)
+    empty_(folder / "testannot")
+    run = tmp_path / "run"
+    chosen = segmentation(method="origin", epochs=1)
+    summary = train(chosen, settings(run, data=folder))
+    assert "test mIoU nan %, folded nan %" in capsys.readouterr().out
+    assert (summary["test_miou"], summary["test_miou_folded"], summary["test_loss"]) == ("nan", "nan", "nan")
+    assert valid((run / SUMMARY).read_text()) == summary
+    assert train(chosen, settings(run, data=folder)) == summary  # read, and not trained again
+    page, _ = write_report([run], tmp_path / "report.html")
+    assert "mIoU is not defined on these test images" in page.read_text()
