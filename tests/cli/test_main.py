@@ -245,6 +245,39 @@ def test_data_that_is_missing_ends_with_status_1_and_says_where_it_should_be(fai
     assert "needs its folder: give --data DIR" in message
 
 
+def test_a_place_that_cannot_be_written_to_is_named(failing, plain, tmp_path):
+    taken = tmp_path / "file"
+    taken.write_text("mine")
+    for words in (("train", "digits", "--out", taken), ("deploy", plain, "-o", taken / "plain.safetensors")):
+        status, message = failing(*words)
+        assert status == 1
+        assert message.startswith(f"dyrep: {taken}")
+        assert "cannot be read or written" in message
+    assert taken.read_text() == "mine"
+
+
+def test_a_config_that_was_damaged_is_written_anew_when_the_run_goes_on(tmp_path, capsys):
+    words = [
+        "train",
+        "digits",
+        "--batch-size",
+        "64",
+        "--out",
+        str(tmp_path / "run"),
+        "--device",
+        "cpu",
+        "--epochs",
+        "2",
+    ]
+    main([*words, "--interval", "1", "--stop-after", "1"])
+    before = (tmp_path / "run" / "config.json").read_text()
+    (tmp_path / "run" / "config.json").write_text("garbage")
+    main(words)
+    assert "was damaged, and has been written anew" in capsys.readouterr().out
+    recipes = [json.loads(text)["recipe"] for text in (before, (tmp_path / "run" / "config.json").read_text())]
+    assert recipes[0] == recipes[1]
+
+
 @pytest.mark.parametrize(("reason", "status"), [("Ctrl-C", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
 def test_a_run_that_was_stopped_ends_with_the_status_of_the_signal(reason, status, failing, monkeypatch):
     def stopped(recipe, settings):

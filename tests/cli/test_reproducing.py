@@ -48,6 +48,16 @@ def test_what_is_not_understood_is_said(tmp_path, capsys, words, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_study_of_which_nothing_could_be_trained_fails(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["reproduce", "cifar", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path), "--device", "cpu"])
+    assert stopped.value.code == 1
+    told = capsys.readouterr()
+    assert "not run" in told.out
+    assert "nothing could be trained for\ncifar: " in told.err
+    main(["reproduce", "cifar", "--out", str(tmp_path), "--no-train"])
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::dyrep.errors.ScoreNoiseWarning")  # the paper's score, on networks with norms
 def test_everything_runs_at_the_smallest_scale(tmp_path, capsys):

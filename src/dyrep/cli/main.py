@@ -71,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), 1)
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
+    except OSError as error:  # a folder that is a file, a place that cannot be written to
+        _fail(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}", 1)
 
 
 def _train(words: list[str]) -> None:

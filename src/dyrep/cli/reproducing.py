@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from dyrep.engine.rundir import hardware, versions
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DyRepError
 from dyrep.records import write_json, write_text
 from dyrep.reproduce import SCALES, STUDIES
 from dyrep.reproduce.drawing import picture
@@ -54,6 +54,7 @@ def reproduce(
     if seeds < 1:
         raise ConfigError(f"seeds={seeds}: must be at least 1")
     workshop = Workshop(out, SCALES[scale], seeds, data, device, train)
+    failed: list[str] = []
     for name in chosen:
         study = STUDIES[name]
         outcomes = workshop.carry_out(study)
@@ -65,6 +66,10 @@ def reproduce(
         drawn = picture(study, outcomes)
         if drawn is not None:
             print(drawn.save_png(results / f"{name}.png"))
+        if train and planned(study, workshop.scale, seeds) and not any(row.state == "done" for row in outcomes):
+            failed.append(f"{name}: {next((row.reason for row in outcomes if row.reason), 'nothing was trained')}")
+    if failed:
+        raise DyRepError("nothing could be trained for\n" + "\n".join(failed))
 
 
 def _list(scale: str, seeds: int) -> None:

@@ -26,7 +26,7 @@ import torch
 
 from dyrep.engine.checkpoints import BEST, LAST, CheckpointFolder, read
 from dyrep.engine.recipe import Recipe
-from dyrep.errors import CheckpointError
+from dyrep.errors import CheckpointError, DyRepError
 from dyrep.files import PARTIAL
 from dyrep.records import (
     CONFIG,
@@ -70,8 +70,21 @@ class RunDirectory:
     def create(self, recipe: Recipe, settings: dict[str, Any]) -> None:
         """Start a run that has no checkpoint yet."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.write_json(CONFIG, {"format": FORMAT, "recipe": recipe.to_dict(), "settings": settings})
+        self.write_config(recipe, settings)
         self.restore_rows([])
+
+    def write_config(self, recipe: Recipe, settings: dict[str, Any]) -> None:
+        """Note with what the run was started."""
+        self.write_json(CONFIG, {"format": FORMAT, "recipe": recipe.to_dict(), "settings": settings})
+
+    @property
+    def readable(self) -> bool:
+        """Whether what the run was started with can be read."""
+        try:
+            self.recipe()
+        except DyRepError:
+            return False
+        return True
 
     def recipe(self) -> Recipe:
         """The recipe of the run."""

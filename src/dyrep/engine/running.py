@@ -77,6 +77,9 @@ def _train(
     with run.locked() if world.is_main else nullcontext():
         if resuming:
             trainer.resume()
+            if world.is_main and not run.readable:
+                run.write_config(recipe, _plain(settings))
+                reporter.message(f"{run.path / CONFIG} was damaged, and has been written anew")
             place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
             reporter.message(f"continuing the run in {run.path} at {place}")
         elif world.is_main:
