@@ -10,7 +10,7 @@ from torch import nn
 
 import dyrep
 from dyrep.engine.averages import WeightAverage
-from dyrep.engine.data import Augmentation, ImageArrays, ResidentLoader
+from dyrep.engine.data import Augmentation, ImageArrays, Loading, ResidentLoader
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.setup import make_optimizer
 from dyrep.engine.step import TrainStep
@@ -31,7 +31,7 @@ def make_loader():
     augmentation = Augmentation(crop="pad", padding=1, flip=True, cutout=2)
     arrays = ImageArrays(images, labels)
     return ResidentLoader(
-        arrays, batch_size=16, device=CPU, mean=(0.5,), std=(0.25,), augmentation=augmentation, shuffle=True
+        arrays, Loading(CPU), batch_size=16, mean=(0.5,), std=(0.25,), augmentation=augmentation, shuffle=True
     )
 
 
