@@ -21,7 +21,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from dyrep import models
-from dyrep.engine.data import Augmentation, open_data
+from dyrep.engine.data import Augmentation, Loading, open_data
 from dyrep.engine.rundir import hardware, versions
 from dyrep.engine.world import pick_device
 from dyrep.files import replacing
@@ -107,8 +107,8 @@ def main(command: list[str] | None = None) -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     data = open_data(
-        given.dataset, given.data, size=None, batch_size=given.batch_size, augmentation=Augmentation(), val_split=0.0,
-        seed=0, device=device,
+        given.dataset, given.data, Loading(device), size=None, batch_size=given.batch_size,
+        augmentation=Augmentation(), val_split=0.0,
     )  # fmt: skip
     model = models.build(given.model, num_classes=len(data.classes), in_channels=data.channels).to(device)
     stream = (data.train.prepare(raw) for number in itertools.count() for raw in data.train.batches(epoch=number))

@@ -13,7 +13,7 @@ import dyrep
 from dyrep.cli import exporting
 from dyrep.cli.main import EXTRAS, main
 from dyrep.engine.checkpoints import read
-from dyrep.engine.data import Augmentation, open_data
+from dyrep.engine.data import Augmentation, Loading, open_data
 from dyrep.engine.running import load_run
 
 
@@ -69,8 +69,8 @@ def test_the_images_are_those_of_the_test_split_as_in_evaluation(evolved, tmp_pa
     monkeypatch.setattr(exporting, "export", lambda model, path, example, **more: given.update(more, example=example))
     main(["export", str(evolved), "--pt2", str(tmp_path / "model.pt2")])
     data = open_data(
-        "digits", None, size=None, batch_size=32, augmentation=Augmentation(), val_split=0, seed=5,
-        device=torch.device("cpu"),
+        "digits", None, Loading(torch.device("cpu"), seed=5), size=None, batch_size=32, augmentation=Augmentation(),
+        val_split=0,
     )  # fmt: skip
     images, _ = data.test.prepare(next(iter(data.test.batches(0))))
     assert torch.equal(given["inputs"], images[:16])

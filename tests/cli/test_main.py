@@ -257,19 +257,9 @@ def test_a_place_that_cannot_be_written_to_is_named(failing, plain, tmp_path):
 
 
 def test_a_config_that_was_damaged_is_written_anew_when_the_run_goes_on(tmp_path, capsys):
-    words = [
-        "train",
-        "digits",
-        "--batch-size",
-        "64",
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-        "--epochs",
-        "2",
-    ]
-    main([*words, "--interval", "1", "--stop-after", "1"])
+    words = ["train", "digits", "--batch-size", "64", "--out", str(tmp_path / "run"), "--device", "cpu"]
+    words += ["--epochs", "2", "--interval", "1"]
+    main([*words, "--stop-after", "1"])
     before = (tmp_path / "run" / "config.json").read_text()
     (tmp_path / "run" / "config.json").write_text("garbage")
     main(words)

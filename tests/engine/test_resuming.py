@@ -134,6 +134,6 @@ def test_the_scaler_of_float16_continues_and_one_that_was_not_there_starts_anew(
         full = torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()
         checkpoints.write(tmp_path / checkpoints.LAST, {**state, "scaler": {**full, **saved} if saved else {}})
         trainer = make_trainer(CASES["origin"], tmp_path)
-        trainer._scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trainer._learner.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         trainer.resume()
-        assert trainer._scaler.get_scale() == scale
+        assert trainer._learner.scaler.get_scale() == scale

@@ -10,11 +10,12 @@ from torch import nn
 
 import dyrep
 from dyrep.engine.averages import WeightAverage
-from dyrep.engine.data import Augmentation, ImageArrays, ResidentLoader
+from dyrep.engine.data import Augmentation, ImageArrays, Loading, ResidentLoader
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.setup import make_optimizer
 from dyrep.engine.step import TrainStep
 from dyrep.engine.tasks.classification import learn_labels
+from dyrep.engine.world import World
 from dyrep.execution import Clock
 from dyrep.execution.settings import SETTLING_STEPS
 from dyrep.models import small_vgg
@@ -30,7 +31,7 @@ def make_loader():
     augmentation = Augmentation(crop="pad", padding=1, flip=True, cutout=2)
     arrays = ImageArrays(images, labels)
     return ResidentLoader(
-        arrays, batch_size=16, device=CPU, mean=(0.5,), std=(0.25,), augmentation=augmentation, shuffle=True
+        arrays, Loading(CPU), batch_size=16, mean=(0.5,), std=(0.25,), augmentation=augmentation, shuffle=True
     )
 
 
@@ -114,15 +115,35 @@ def test_sums_start_over_and_continue_from_saved_ones():
     raws = list(loader.batches(0))
     for raw in raws[:2]:
         step(raw)
-    saved, seen = step.state_dict(), step.read()
+    saved, seen = step.gathered(World(CPU)), step.read()
     step.reset()
     assert (step.read().loss, step.read().examples, step.read().steps) == (0, 0, 0)
     step(raws[2])
-    step.load_state_dict(saved)
+    step.take_over(saved, World(CPU))
     assert step.read() == seen
     step(raws[3])
     assert step.read().examples == 48
-    assert saved["totals"].tolist()[2] == 32  # a copy
+    assert saved[0]["totals"].tolist()[2] == 32  # a copy
+
+
+def test_as_many_ranks_continue_each_from_its_own_sums():
+    saved = [{"totals": torch.tensor(own, dtype=torch.float64)} for own in ([5, 3, 32, 2], [7, 1, 30, 2])]
+    for rank, expected in enumerate([(5, 3, 32, 2), (7, 1, 30, 2)]):
+        step = make_step(make_model(), make_loader())
+        step.take_over(saved, World(CPU, rank, 2))
+        totals = step.read()
+        assert (totals.loss, totals.correct, totals.examples, totals.steps) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_with_another_number_of_ranks_the_main_one_takes_over_all_sums_and_every_one_the_steps(size):
+    saved = [{"totals": torch.tensor(own, dtype=torch.float64)} for own in ([5, 3, 32, 2], [7, 1, 30, 2])]
+    for rank in range(size):
+        step = make_step(make_model(), make_loader())
+        step.take_over(saved, World(CPU, rank, size))
+        totals = step.read()
+        assert (totals.loss, totals.correct, totals.examples) == ((12, 4, 62) if rank == 0 else (0, 0, 0))
+        assert totals.steps == 2
 
 
 def test_the_moving_average_follows_every_step():

@@ -10,7 +10,7 @@ from torch import nn
 
 import dyrep
 from dyrep.engine.averages import WeightAverage
-from dyrep.engine.data import Augmentation, ImageArrays, ResidentLoader
+from dyrep.engine.data import Augmentation, ImageArrays, Loading, ResidentLoader
 from dyrep.engine.progress import SilentReporter
 from dyrep.engine.recipe import RunSettings
 from dyrep.engine.recipes import recipe
@@ -40,8 +40,8 @@ def make_loader():
     labels = torch.randint(10, (160,), generator=generator)
     augmentation = Augmentation(crop="pad", padding=1, flip=True, cutout=2)
     return ResidentLoader(
-        ImageArrays(images, labels), batch_size=16, device=CUDA, mean=(0.5,), std=(0.5,), augmentation=augmentation,
-        shuffle=True, channels_last=True,
+        ImageArrays(images, labels), Loading(CUDA, channels_last=True), batch_size=16, mean=(0.5,), std=(0.5,),
+        augmentation=augmentation, shuffle=True,
     )  # fmt: skip
 
 

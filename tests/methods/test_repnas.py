@@ -267,14 +267,6 @@ def test_options_of_the_conversion_are_passed_on():
     assert type(model[6]) is nn.BatchNorm2d
 
 
-def test_every_step_of_a_loop_written_for_dyrep_does():
-    model, optimizer, search = start()
-    train_epoch(model, optimizer, BATCHES)
-    assert search.step_end(BATCHES) == []
-    assert search.scorer is None
-    assert search.epoch == 0
-
-
 def test_accumulated_gradients_make_one_step_of_the_strengths():
     model, optimizer, search = start(strength_lr=0.25)
     train_epoch(model, optimizer, BATCHES)

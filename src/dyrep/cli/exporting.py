@@ -12,6 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from dyrep.engine.data.opening import EVAL_FACTOR
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.rundir import versions
 from dyrep.engine.running import load_run
@@ -94,7 +95,7 @@ def _test_images(run: Path, state: Mapping[str, Any], folder: Path | None) -> Te
     recipe = dataclasses.replace(
         recipe,
         image_size=None if whole else state["size"],
-        batch_size=_IMAGES // 4,  # batches of evaluation are four times as large
+        batch_size=_IMAGES // EVAL_FACTOR,  # so that a batch of evaluation has that many
         val_split=0,
         resident=False if recipe.dataset == "folder" else None,  # a few are enough: do not decode them all
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,25 @@ from dyrep.engine.tasks import task_of
 from dyrep.errors import ConfigError
 from dyrep.events import EventLog
 from dyrep.methods import RepNAS, convert_, method
+from dyrep.scoring import StepScorer
 from dyrep.surgery.edits import Edit
 
-Controller: TypeAlias = DyRep | RepNAS
+
+class Controller(Protocol):
+    """What the training loop asks of something that changes the network's structure."""
+
+    @property
+    def updates(self) -> int:
+        """How often it has changed what a training step does."""
+
+    def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
+        """Change the structure if that is due after an epoch; what was changed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All it takes to go on, the optimizer's state included, except the model's own state dict."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; the model has its structure then, and takes its own state dict."""
 
 
 def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:
@@ -73,3 +90,8 @@ def make_controller(
         return task.learn(model, batch, nullcontext()).loss
 
     return DyRep(model, optimizer, recipe.evolution(), loss=loss, ema=averages, log=log)
+
+
+def step_scorer(controller: Controller | None) -> StepScorer | None:
+    """What sums scores at every step for a controller, if it goes by such scores."""
+    return controller.scorer if isinstance(controller, DyRep) else None

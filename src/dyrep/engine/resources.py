@@ -6,7 +6,9 @@ import os
 
 import torch
 
-from dyrep.engine.recipe import RunSettings
+from dyrep.engine.data.loader import Loading
+from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.world import World
 
 MOST_READERS = 8
 
@@ -19,3 +21,16 @@ def uses_channels_last(settings: RunSettings, device: torch.device) -> bool:
 def readers(settings: RunSettings) -> int:
     """How many processes, or threads, read image files."""
     return min(os.cpu_count() or 1, MOST_READERS) if settings.workers is None else settings.workers
+
+
+def loading_of(recipe: Recipe, settings: RunSettings, world: World) -> Loading:
+    """How the batches of a run are made on this rank."""
+    return Loading(
+        world.device,
+        seed=recipe.seed,
+        rank=world.rank,
+        world=world.size,
+        workers=readers(settings),
+        resident=recipe.resident,
+        channels_last=uses_channels_last(settings, world.device),
+    )

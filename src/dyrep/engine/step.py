@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dyrep.engine.averages import WeightAverage
@@ -16,6 +16,7 @@ from dyrep.engine.data.loader import Loader, Raw
 from dyrep.engine.precision import computing_in
 from dyrep.engine.tasks.classification import learn_labels
 from dyrep.engine.tasks.task import Learn
+from dyrep.engine.world import World
 from dyrep.execution import Clock
 from dyrep.scoring import StepScorer
 
@@ -64,6 +65,7 @@ class TrainStep:
         message: told in words when a graph cannot be captured.
         clock: says in which steps folded blocks measure σ (default: in all); every step moves it on.
         learn: the loss of a batch, and what was right (default: cross entropy of labels of images).
+        scorer: sums scores at the optimizer's steps, if something does; replayed steps are counted for it.
     """
 
     def __init__(
@@ -79,12 +81,13 @@ class TrainStep:
         message: Callable[[str], None],
         clock: Clock | None = None,
         learn: Learn = learn_labels,
+        scorer: StepScorer | None = None,
     ) -> None:
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self._precision, self._learn = precision, learn
         self._average, self._scaler, self._message = average, scaler, message
         self.clock = Clock(managed=True) if clock is None else clock
-        self.scorer: StepScorer | None = None
+        self.scorer = scorer
         device = next(model.parameters()).device
         self._device = device
         self._totals = torch.zeros(4, dtype=torch.float64, device=device)  # loss, correct, examples, steps
@@ -123,13 +126,19 @@ class TrainStep:
         """Start the sums over."""
         self._totals.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The sums so far."""
-        return {"totals": self._totals.cpu().clone()}
+    def gathered(self, world: World) -> list[dict[str, Tensor]]:
+        """The sums so far of every rank, in order of rank; all ranks have to call this together."""
+        return [{"totals": own} for own in world.gather(self._totals.clone())]
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from saved sums."""
-        self._totals.copy_(state["totals"])
+    def take_over(self, saved: list[dict[str, Tensor]], world: World) -> None:
+        """Continue from what `gathered` returned; if there were more or fewer ranks, the main one takes over all."""
+        if len(saved) == world.size:
+            own = saved[world.rank]["totals"]
+        else:
+            totals = torch.stack([sums["totals"] for sums in saved])
+            own = totals.sum(0) if world.is_main else torch.zeros_like(totals[0])
+            own[3] = totals[0, 3]  # steps are counted by every rank
+        self._totals.copy_(own)
 
     def _run(self, raw: Raw) -> None:
         batch = self._loader.prepare(raw)

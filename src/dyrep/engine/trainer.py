@@ -1,44 +1,32 @@
-"""The training loop: epochs of steps, evaluation, structure updates and checkpoints, resumable at any step."""
+"""The training loop: epochs of steps, evaluation and structure updates."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from dyrep.controller import DyRep
-from dyrep.engine.averages import WeightAverage
+from dyrep.engine.data.loader import Batch
 from dyrep.engine.divergence import DivergedError, all_finite, find_origin
-from dyrep.engine.evolving import convert_model_, make_controller
-from dyrep.engine.precision import computing_in, make_precision
+from dyrep.engine.learner import Learner
+from dyrep.engine.precision import computing_in
 from dyrep.engine.progress import Curves, Reporter, Status
-from dyrep.engine.randomness import random_state, restore_random_state, seed_everything
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.resources import uses_channels_last
+from dyrep.engine.resuming import Place, Saver
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.schedule import learning_rate, set_learning_rate_
-from dyrep.engine.setup import make_data, make_model, make_optimizer, suit_device_, uses_graph
 from dyrep.engine.signals import StopRequest
-from dyrep.engine.step import Totals, TrainStep
-from dyrep.engine.tasks import task_of
+from dyrep.engine.step import Totals
 from dyrep.engine.world import World
-from dyrep.errors import CheckpointError, ConfigError
-from dyrep.events import EventLog
-from dyrep.execution import Clock
-from dyrep.methods import method
-from dyrep.models.backbones import train_
-from dyrep.norm import sync_norms_
 from dyrep.records import EVENTS
-from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
-from dyrep.surgery.executing import set_execution_
-from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
-from dyrep.surgery.structure import importances, structure
+from dyrep.surgery.structure import importances
 
 AGREE_STEPS = 20
 """Several processes ask each other this often whether to save or stop."""
@@ -66,7 +54,6 @@ class Trainer:
         step: steps of the current epoch completed.
         stopped: whether the run ended because somebody asked for it.
         best: the best model so far.
-        size: parameters, multiply-adds and branches of the model as it is now.
     """
 
     def __init__(
@@ -84,68 +71,46 @@ class Trainer:
         self.epoch = self.step = 0
         self.stopped = False
         self.best: dict[str, Any] | None = None
-        self._saved_best = -1
         self._reporter, self._stop = reporter, stop
-        self._precision = make_precision(recipe, world.device)
-        self.task = task_of(recipe)
-        if world.device.type == "cuda":
-            torch.backends.cudnn.benchmark = self.task.same_shapes
-        self.data = make_data(recipe, settings, world)
-        seed_everything(recipe.seed, "weights")
-        shape = {"channels": self.data.channels, "size": self.data.size}
-        self.model = make_model(recipe, classes=len(self.data.classes), **shape, initialised=not resuming)
-        self._train_mode_()  # frozen norms are in eval mode from the start
-        self.converted = convert_model_(self.model, recipe, self.task.example(**shape, device="cpu"))
-        if recipe.sync_norms:
-            if world.device.type != "cuda":
-                raise ConfigError("--sync-norms needs GPUs: torch synchronises batch norms there alone")
-            self.model = sync_norms_(nn.SyncBatchNorm.convert_sync_batchnorm(self.model))
-        channels_last = uses_channels_last(settings, world.device)
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        self.model.to(world.device).to(memory_format=layout)
-        seed_everything(recipe.seed, "training", world.rank)
-        self.optimizer = make_optimizer(self.model, recipe, world.device)
-        self.average = None if recipe.ema is None else WeightAverage(self.model, recipe.ema)
-        self._scaler = torch.amp.GradScaler(world.device.type, enabled=self._precision == torch.float16)
-        trained = self._wrapped()
-        self._log = EventLog()  # in memory until it is sure that this run goes on
-        averages = [] if self.average is None else [self.average.module]
-        self.controller = make_controller(recipe, trained, self.optimizer, averages, self._scaler, self._log)
-        if self.converted:
-            edits = [edit.as_dict() for edit in self.converted]
-            self._log.write("converted", method=recipe.method, epochs=recipe.epochs, edits=edits)
-        graph, reason = uses_graph(settings, world, same_shapes=self.task.same_shapes)
-        if reason:
-            reporter.message(reason)
-        self._train_on = TrainStep(
-            trained,
-            self.optimizer,
-            self.data.train,
-            precision=self._precision,
-            average=self.average,
-            scaler=self._scaler,
-            graph=graph,
-            message=reporter.message,
-            clock=Clock(recipe.sigma_every, managed=True),
-            learn=self.task.learn,
-        )
-        self._train_on.scorer = None if self.controller is None else self.controller.scorer
-        self._set_execution()
+        learner = Learner(recipe, settings, world, reporter.message, initialised=not resuming)
+        self._learner, self._saver = learner, Saver(learner, run, settings)
+        self.task, self.data, self.model, self.converted = learner.task, learner.data, learner.model, learner.converted
+        self.optimizer, self.average, self.controller = learner.optimizer, learner.average, learner.controller
+        self._precision, self._train_on = learner.precision, learner.train_on
         self._curves: Curves | None = None
         self._earlier_seconds = 0.0
-        self._began = self._last_saved = self._last_looked = time.perf_counter()
+        self._began = self._last_looked = time.perf_counter()
         self._examples_at_start = 0.0
-        self._measure()
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Parameters, multiply-adds and branches of the model as it is now."""
+        return self._learner.size
+
+    @property
+    def example(self) -> Any:
+        """A batch of one empty image, to count what the model costs."""
+        return self._learner.example
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """The model that counts: the moving average if there is one."""
+        return self._learner.evaluated
+
+    @property
+    def seconds(self) -> float:
+        """Time this run has taken so far, over all processes that worked on it one after the other."""
+        return self._earlier_seconds + time.perf_counter() - self._began
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def train(self) -> bool:
         """Train to the end; whether it was reached. If not, the run can be resumed."""
-        self._log.move_to(self.run.path / EVENTS)
+        self._learner.log.move_to(self.run.path / EVENTS)
         if self.settings.tensorboard and self.world.is_main:
             self._curves = Curves(self.run.path / "tensorboard", self.epoch)
-        now = time.perf_counter()
-        self._began = self._began_epoch = self._last_saved = self._last_looked = now
+        self._began = self._began_epoch = self._last_looked = time.perf_counter()
+        self._saver.start_clock()
         end = min(self.recipe.epochs, self.settings.stop_after or self.recipe.epochs)
         while self.epoch < end:
             if not self._train_epoch():
@@ -153,7 +118,7 @@ class Trainer:
                 self.stopped = True
                 return False
             self._finish_epoch()
-            due, stopped = self.world.any([self._save_is_due(), bool(self._stop)])
+            due, stopped = self.world.any([self._saver.due, bool(self._stop)])
             if due or stopped or self.epoch == end:
                 self.save()
             if stopped and self.epoch < end:
@@ -163,13 +128,26 @@ class Trainer:
             self._curves.close()
         return self.epoch == self.recipe.epochs
 
-    def _train_mode_(self) -> None:
-        train_(self.model, norms=self.recipe.norms, frozen_stages=self.recipe.frozen_stages)
+    def save(self) -> None:
+        """Write a checkpoint, unless training has diverged; all ranks have to call this together."""
+        self._healthy_totals(weights=True)
+        self._saver.save(Place(self.epoch, self.step, self.seconds, self.best))
+
+    def resume(self) -> None:
+        """Continue from the last checkpoint.
+
+        Raises:
+            ConfigError: the recipe or the number of processes is another one, and that was not allowed.
+            CheckpointError: the checkpoint cannot be read, or does not fit.
+        """
+        place = self._saver.resume()
+        self.epoch, self.step, self.best = place.epoch, place.step, place.best
+        self._earlier_seconds = place.seconds
 
     def _train_epoch(self) -> bool:
         """Train to the end of the epoch; False if somebody wants to stop before."""
         loader = self.data.train
-        self._train_mode_()
+        self._learner.train_mode_()
         self._began_epoch, self._examples_at_start = time.perf_counter(), self._train_on.read().examples
         self._train_on.clock.step = self.step  # the same whether the run was interrupted or not
         for raw in loader.batches(self.epoch, self.step):
@@ -178,10 +156,10 @@ class Trainer:
             self._train_on(raw)
             self.step += 1
             if isinstance(self.controller, DyRep) and self.recipe.dyrep.unit == "step":
-                self._announce(self._evolve(after_epoch=False))
+                self._announce(self._evolve(self.controller.step_end))
             self._look_now_and_then()
             if self.step < loader.steps and (self.world.size == 1 or self.step % AGREE_STEPS == 0):
-                due, stopped = self.world.any([self._save_is_due(), bool(self._stop)])
+                due, stopped = self.world.any([self._saver.due, bool(self._stop)])
                 if stopped:
                     return False
                 if due:
@@ -210,7 +188,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(self.world.device) / 2**30, 3)
         row["importances"] = importances(self.model)
-        edits = [] if self.controller is None else self._evolve(after_epoch=True)
+        edits = [] if self.controller is None else self._evolve(self.controller.epoch_end)
         row["update_seconds"] = round(time.perf_counter() - evaluated, 3)
         self.epoch, self.step = self.epoch + 1, 0
         self._train_on.reset()
@@ -233,7 +211,7 @@ class Trainer:
         if self.best is None or found[metric] > self.best[metric] or math.isnan(self.best[metric]):
             weights = {key: value.detach().clone() for key, value in self.evaluated.state_dict().items()}
             place = {"epoch": epoch, "split": split, metric: found[metric]}
-            self.best = {**self._description(), **place, "model": weights}
+            self.best = {**self._learner.description(), **place, "model": weights}
         return {f"{split}_{key}": value for key, value in found.items()}
 
     def score(self, split: str, model: nn.Module | None = None) -> dict[str, float]:
@@ -246,52 +224,25 @@ class Trainer:
         assert loader is not None
         return self.task.evaluate(chosen, loader, self.world, self._precision, self.data.classes)
 
-    @property
-    def example(self) -> Any:
-        """A batch of one empty image, to count what the model costs."""
-        return self.task.example(channels=self.data.channels, size=self.data.size, device=self.world.device)
-
-    @property
-    def evaluated(self) -> nn.Module:
-        """The model that counts: the moving average if there is one."""
-        return self.model if self.average is None else self.average.module
-
     # -- structure ----------------------------------------------------------------------------------------------
 
-    def _evolve(self, *, after_epoch: bool) -> list[Edit]:
+    def _evolve(self, call: Callable[[Iterable[Batch]], list[Edit]]) -> list[Edit]:
         """Let the controller update the structure if that is due, in the precision the model trains in."""
         assert self.controller is not None
-        call = self.controller.epoch_end if after_epoch else self.controller.step_end
         before = self.controller.updates
         with computing_in(self._precision, self.world.device):
             edits = call(self.data.train.calibration(self.epoch))
         if self.controller.updates > before:  # scores start over in new tensors, so graphs are stale in any case
-            self._set_execution()
+            self._learner.set_execution_()
             self._train_on.recapture()
         return edits
-
-    def _set_execution(self) -> None:
-        """Run all blocks there are now as the recipe says."""
-        recipe, clock = self.recipe, self._train_on.clock
-        set_execution_(
-            self.model, recipe.execution, images=recipe.sigma_images, gradient=recipe.sigma_gradient, clock=clock
-        )
 
     def _announce(self, edits: list[Edit]) -> None:
         """Tell of edits, and of what the structure costs after them."""
         if edits:
-            self._measure()
+            self._learner.measure()
         for edit in edits:
             self._reporter.message(f"    {edit}")
-
-    @torch.no_grad()
-    def _measure(self) -> None:
-        """Count what the structure costs, and describe it."""
-        counted = costs(self.model, self.example)
-        blocks = structure(self.model)["blocks"]
-        branches = sum(len(block["branches"]) for block in blocks.values())
-        self.size = {"parameters": counted.parameters, "macs": counted.macs, "branches": branches}
-        self._described = f"{len(blocks)} blocks, {branches} branches" if blocks else "plain"
 
     # -- looking after the run ----------------------------------------------------------------------------------
 
@@ -311,7 +262,9 @@ class Trainer:
         steps = self.data.train.steps
         left = (self.recipe.epochs - self.epoch) * steps - self.step
         seconds = left * self.recipe.batch_size / max(rate, 1e-9)
-        return Status(self.epoch, self.recipe.epochs, self.step, steps, loss, accuracy, rate, self._described, seconds)
+        return Status(
+            self.epoch, self.recipe.epochs, self.step, steps, loss, accuracy, rate, self._learner.described, seconds
+        )
 
     def _healthy_totals(self, *, weights: bool = False) -> Totals:
         """The sums so far; raise if the loss, or on demand a weight, is infinite or NaN, and say where that began."""
@@ -322,7 +275,7 @@ class Trainer:
             return totals
         loader = self.data.train
         batch = loader.prepare(next(iter(loader.batches(self.epoch, min(totals.steps, loader.steps - 1)))))
-        self._train_mode_()
+        self._learner.train_mode_()
         with computing_in(self._precision, self.world.device):
             origin = find_origin(self.model, self.task.inputs(batch))
         if totals.diverged:
@@ -337,128 +290,4 @@ class Trainer:
         raise DivergedError(
             f"{what}. It began with {origin}. Training has diverged: {kept}. --warmup-epochs, or --precision fp32, in "
             "a new run may help too"
-        )
-
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    def _save_is_due(self) -> bool:
-        return time.perf_counter() - self._last_saved >= 60 * self.settings.checkpoint_minutes
-
-    def save(self) -> None:
-        """Write a checkpoint; all ranks have to call this together."""
-        self._healthy_totals(weights=True)
-        random = random_state(self.world)
-        sums = [{"totals": own} for own in self.world.gather(self._train_on.state_dict()["totals"])]
-        if self.world.is_main:
-            # first the best: if this process dies in between, the one that goes on writes it again
-            if self.best is not None and self.best["epoch"] != self._saved_best:
-                self.run.checkpoints.save_best(self.best)
-                self._saved_best = self.best["epoch"]
-            self.run.checkpoints.save({**self._state(), "random": random, "sums": sums})
-        self._last_saved = time.perf_counter()
-
-    def _state(self) -> dict[str, Any]:
-        controller = self.controller
-        return {
-            **self._description(),
-            "world": self.world.size,
-            "epoch": self.epoch,
-            "step": self.step,
-            "seconds": self.seconds,
-            "controller": None if controller is None else controller.state_dict(),
-            "optimizer": state_by_name(self.optimizer, self.model) if controller is None else None,
-            "model": self.model.state_dict(),
-            "average": None if self.average is None else self.average.state_dict(),
-            "scaler": self._scaler.state_dict(),
-            "best": self.best,
-            "rows": self.run.rows,
-            "events": self._log.events,
-        }
-
-    def _description(self) -> dict[str, Any]:
-        """What it takes, besides weights, to rebuild the model as it is now."""
-        return {
-            "recipe": self.recipe.to_dict(),
-            "classes": list(self.data.classes),
-            "channels": self.data.channels,
-            "size": self.data.size,
-            "structure": structure(self.model),
-        }
-
-    def resume(self) -> None:
-        """Continue from the last checkpoint.
-
-        Raises:
-            ConfigError: the recipe or the number of processes is another one, and that was not allowed.
-            CheckpointError: the checkpoint cannot be read, or does not fit.
-        """
-        state = self.run.checkpoints.load(fallback=self.settings.fallback)
-        self._check_same_run(state)
-        controlled = state.get("controller", state.get("dyrep"))  # what it was called at first
-        if self.controller is None or controlled is None:
-            saved = state["optimizer"] if controlled is None else controlled["optimizer"]
-            load_state_by_name_(self.optimizer, self.model, saved)
-        else:
-            self.controller.load_state_dict(controlled)
-        suit_device_(self.optimizer, self.world.device)
-        self._set_execution()
-        try:
-            self.model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
-            raise CheckpointError(f"the weights in {self.run.path} do not fit the model: {lines}") from error
-        if self.average is not None:
-            if state["average"] is None:
-                self.average.load_state_dict(state["model"])
-            else:
-                self.average.load_state_dict(state["average"])
-        if state["scaler"]:  # empty if the precision was another one
-            self._scaler.load_state_dict(state["scaler"])
-        self._train_on.load_state_dict(self._own_sums(state["sums"]))
-        self.epoch, self.step, self._earlier_seconds = state["epoch"], state["step"], state["seconds"]
-        self.best = state["best"]
-        if state["events"]:  # none if the plain method has trained so far: what a controller has just logged stays
-            self._log.restore(state["events"])
-        if self.world.is_main:
-            self.run.restore_rows(state["rows"])
-        self._measure()
-        restore_random_state(state["random"], self.world)
-
-    def _own_sums(self, saved: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """This rank's part of the sums of an epoch; if there were more or fewer ranks, the main one takes over all."""
-        if len(saved) == self.world.size:
-            return saved[self.world.rank]
-        totals = torch.stack([sums["totals"] for sums in saved])
-        own = totals.sum(0) if self.world.is_main else torch.zeros_like(totals[0])
-        own[3] = totals[0, 3]  # steps are counted by every rank
-        return {"totals": own}
-
-    def _check_same_run(self, state: dict[str, Any]) -> None:
-        saved = Recipe.from_dict(state["recipe"])
-        changes = saved.differences(self.recipe)
-        if state["world"] != self.world.size:
-            changes.append(f"processes: {state['world']} against {self.world.size}")
-        if changes and not self.settings.change_settings:
-            raise ConfigError(
-                f"the run in {self.run.path} was started with other settings ({'; '.join(changes)}): give the same "
-                "ones, another --out, or --change-settings to go on with the new ones"
-            )
-        evolves = self.controller is not None and method(saved.method) is method(self.recipe.method)
-        if not evolves and state["structure"] != structure(self.model):
-            saved_blocks, blocks = state["structure"]["blocks"], structure(self.model)["blocks"]
-            has = "has no branches" if not saved_blocks else "has other branches" if blocks else "has branches already"
-            raise CheckpointError(
-                f"the model in {self.run.path} {has}, so --method {self.recipe.method} cannot continue it"
-            )
-
-    @property
-    def seconds(self) -> float:
-        """Time this run has taken so far, over all processes that worked on it one after the other."""
-        return self._earlier_seconds + time.perf_counter() - self._began
-
-    def _wrapped(self) -> nn.Module:
-        if self.world.size == 1:
-            return self.model
-        return DistributedDataParallel(
-            self.model, device_ids=[self.world.device] if self.world.device.type == "cuda" else None
         )

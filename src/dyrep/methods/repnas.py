@@ -107,7 +107,6 @@ class RepNAS:
         kept: the branches of every layer that the search has decided for; None before.
         epoch: epochs completed.
         updates: how often the search has changed what a training step does.
-        scorer: None; here for loops that know `dyrep.DyRep`.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
@@ -121,8 +120,6 @@ class RepNAS:
         >>> len(structure(model)["blocks"]["0"]["branches"]) <= 2
         True
     """
-
-    scorer = None
 
     def __init__(
         self,
@@ -239,10 +236,6 @@ class RepNAS:
         if self.epoch >= search_end:
             return self.finish()
         self._log.write("search", epoch=self.epoch, strengths=self._readable(self.strengths.tolist()))
-        return []
-
-    def step_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
-        """Nothing happens here; a search is counted in epochs."""
         return []
 
     def _start_learning(self, steps: float) -> None:

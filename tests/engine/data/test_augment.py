@@ -33,17 +33,16 @@ def test_settings_that_need_files_are_named():
     assert everything.files_only() == ("crop='resized'", "color_jitter=0.4", "auto_augment=True")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_pixels_become_images_of_the_wanted_dtype_and_layout(dtype, channels_last, contiguous):
+def test_pixels_become_images_of_the_wanted_layout(channels_last, contiguous):
     mean, std = (0.1, 0.5, 0.9), (0.2, 0.3, 0.4)
     pixels = torch.randint(0, 256, (2, 4, 5, 3), dtype=torch.uint8)
-    finish = Finish(mean, std, height=4, width=5, cutout=0, device="cpu", dtype=dtype, channels_last=channels_last)
+    finish = Finish(mean, std, height=4, width=5, cutout=0, device="cpu", channels_last=channels_last)
     given = pixels if contiguous else pixels.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
     images = finish(given, None)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    assert images.dtype == dtype
+    assert images.dtype == torch.float32
     assert images.is_contiguous(memory_format=layout)
     expected = (pixels.double() / 255 - torch.tensor(mean)) / torch.tensor(std)
-    assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-6 if dtype != torch.bfloat16 else 0.02)
+    assert torch.allclose(images.double(), expected.permute(0, 3, 1, 2), atol=1e-6)

@@ -7,16 +7,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from loading_helpers import CPU, take_loading
 from PIL import Image
 
 from downstream_data import COUNTS, annotation, write_coco, write_voc
+from dyrep.engine.data import Loading
 from dyrep.engine.data.detection import BoxLoader, open_detection
-from dyrep.engine.data.pictures import divided
-from dyrep.engine.data.splits import DataError
+from dyrep.engine.data.splits import DataError, divided
 from dyrep.engine.data.voc import read_voc
 from dyrep.errors import ConfigError
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +24,9 @@ def voc(tmp_path_factory):
 
 
 def opened(folder, dataset="voc", **changes):
-    usual = {"size": None, "batch_size": 2, "flip": True, "val_split": 0, "seed": 0, "device": CPU}
-    return open_detection(dataset, folder, **{**usual, **changes})
+    usual = {"size": None, "batch_size": 2, "flip": True, "val_split": 0, **changes}
+    loading = take_loading(usual)
+    return open_detection(dataset, folder, loading, **usual)
 
 
 def batches(loader, epoch=0, start=0):
@@ -92,8 +92,8 @@ def test_crowds_are_left_out_of_training_and_told_in_evaluation(tmp_path):
             annotation((64, 48), [("disc", [1, 1, 9, 9])], difficult=1)
         )
     source = read_voc(folder)
-    train = BoxLoader(source.train, batch_size=8, device=CPU, shuffle=True)
-    (_, targets), (_, others) = batches(train)[0], batches(BoxLoader(source.test, batch_size=4, device=CPU))[0]
+    train = BoxLoader(source.train, Loading(CPU), batch_size=8, shuffle=True)
+    (_, targets), (_, others) = batches(train)[0], batches(BoxLoader(source.test, Loading(CPU), batch_size=4))[0]
     assert sorted(len(target["boxes"]) for target in targets) == [0, *[2] * 7]
     assert others[0]["iscrowd"].tolist() == [True]
 

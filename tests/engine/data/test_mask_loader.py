@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from loading_helpers import CPU, take_loading
 from PIL import Image
 
 from downstream_data import COUNTS, write_masks
-from dyrep.engine.data import pictures
+from dyrep.engine.data import Loading, splits
 from dyrep.engine.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from dyrep.engine.data.masks import IGNORED, read_masks
 from dyrep.engine.data.segmentation import MaskLoader, open_segmentation
 from dyrep.engine.data.splits import DataError
 from dyrep.errors import ConfigError
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +37,10 @@ def opened(folder, **changes):
         "val_split": 0,
         "class_names": (),
         "ignore_label": 255,
-        "seed": 0,
-        "device": CPU,
+        **changes,
     }
-    return open_segmentation(folder, **{**usual, **changes})
+    loading = take_loading(usual)
+    return open_segmentation(folder, loading, **usual)
 
 
 def batches(loader, epoch=0, start=0):
@@ -80,7 +79,8 @@ def test_whole_images_are_exactly_what_is_in_the_files(masks):
 
 
 def test_without_resizing_a_window_is_a_part_of_the_image_flipped_or_not(masks):
-    loader = MaskLoader(read_masks(masks).train, classes=3, batch_size=8, device=CPU, flip=True, shuffle=True)
+    kept = Loading(CPU, resident=True)
+    loader = MaskLoader(read_masks(masks).train, kept, classes=3, batch_size=8, flip=True, shuffle=True)
     ((places, windows),) = loader.batches(0)
     ((images, labels),) = batches(loader)
     assert set(windows[:, 0, 0].tolist()) == {-1.0, 1.0}
@@ -140,7 +140,7 @@ def test_images_of_different_sizes_are_evaluated_one_by_one(varied):
 def test_what_is_kept_is_counted_as_it_is_filled_up(varied, monkeypatch):
     filled = 4 * 96 * 64 * sum(COUNTS.values())
     for limit, kept in ((filled, True), (filled - 1, False)):
-        monkeypatch.setattr(pictures, "RESIDENT_LIMIT", limit)
+        monkeypatch.setattr(splits, "RESIDENT_LIMIT", limit)
         assert (len(next(iter(opened(varied).train.batches(0)))) == 2) == kept
 
 

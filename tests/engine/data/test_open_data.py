@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from loading_helpers import take_loading
 
-from dyrep.engine.data import Augmentation, DataError, ResidentLoader, StreamingLoader, open_data, pictures
+from dyrep.engine.data import Augmentation, DataError, ResidentLoader, StreamingLoader, open_data, splits
 from dyrep.errors import ConfigError
 
 
@@ -14,12 +15,11 @@ def opened(dataset="digits", folder=None, **options):
         "batch_size": 32,
         "augmentation": Augmentation(),
         "val_split": 0,
-        "seed": 0,
-        "device": torch.device("cpu"),
         "workers": 0,
         **options,
     }
-    return open_data(dataset, folder, **settings)
+    loading = take_loading(settings)
+    return open_data(dataset, folder, loading, **settings)
 
 
 def labels(loader):
@@ -46,14 +46,13 @@ def test_cifar_is_opened_from_its_folder(small_cifar, tmp_path):
         tmp_path,
         val_split=20,
         augmentation=Augmentation(crop="pad", flip=True),
-        dtype=torch.bfloat16,
         channels_last=True,
     )
     assert (data.channels, data.size, data.classes[3]) == (3, 32, "cat")
     assert (data.train.examples, data.val.examples, data.test.examples) == (160, 20, 100)
     assert labels(data.val).bincount().tolist() == [2] * 10
     pixels, _ = data.train.prepare(next(data.train.batches(0)))
-    assert pixels.dtype == torch.bfloat16
+    assert pixels.dtype == torch.float32
     assert pixels.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -71,7 +70,7 @@ def test_other_splits_are_refused(val_split):
 
 
 def test_everything_held_out_is_refused():
-    with pytest.raises(DataError, match="cannot hold out 1437 of 1437"):
+    with pytest.raises(ConfigError, match="cannot hold out 1437 of 1437"):
         opened(val_split=1437)
 
 
@@ -87,8 +86,7 @@ def test_evaluation_batches_are_larger_up_to_a_thousand():
 
     assert size(batch_size=16) == 64
     assert size(batch_size=300) == 360
-    assert size(batch_size=300, eval_batch_size=50) == 50
-    assert len(list(opened(batch_size=300, eval_batch_size=100, rank=1, world=2).test.batches(0))) == 4
+    assert len(list(opened(batch_size=24, rank=1, world=2).test.batches(0))) == 4  # 180 images, 48 at a time
     assert opened(batch_size=300, rank=2, world=3).test.examples == 360
 
 
@@ -99,7 +97,7 @@ def test_files_that_fit_are_kept_on_the_device(image_folder, monkeypatch):
     assert all(isinstance(loader, ResidentLoader) for loader in (data.train, data.val, data.test))
     assert (data.size, data.channels, data.classes) == (8, 3, ("ant", "bee", "cow"))
     assert isinstance(opened("folder", root, resident=False, **small).test, StreamingLoader)
-    monkeypatch.setattr(pictures, "RESIDENT_LIMIT", 18 * 3 * 8 * 8 - 1)
+    monkeypatch.setattr(splits, "RESIDENT_LIMIT", 18 * 3 * 8 * 8 - 1)
     assert isinstance(opened("folder", root, **small).train, StreamingLoader)
     assert isinstance(opened("folder", root, resident=True, **small).train, ResidentLoader)
 
@@ -160,7 +158,6 @@ def test_images_of_several_sizes_need_one_to_be_brought_to(image_folder):
         ({"resident": False}, ConfigError, "resident=False: digits is always kept in memory"),
         ({"batch_size": 2000}, ConfigError, "batch_size=2000: there are only 1437"),
         ({"batch_size": 33, "world": 2}, ConfigError, "batch_size=33: must be a multiple"),
-        ({"eval_batch_size": 33, "world": 2}, ConfigError, "batch_size=33: must be a multiple"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, error, message):

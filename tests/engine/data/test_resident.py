@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from loading_helpers import take_loading
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dyrep.engine.data import Augmentation, ImageArrays, ResidentLoader
@@ -20,8 +21,9 @@ def arrays(count=50, height=10, width=8):
 
 def loader(split=None, *, batch_size=8, augmentation=EVERYTHING, shuffle=True, **options):
     split = arrays() if split is None else split
-    settings = {"device": "cpu", "mean": MEAN, "std": STD, **options}
-    return ResidentLoader(split, batch_size=batch_size, augmentation=augmentation, shuffle=shuffle, **settings)
+    settings = {"mean": MEAN, "std": STD, **options}
+    loading = take_loading(settings)
+    return ResidentLoader(split, loading, batch_size=batch_size, augmentation=augmentation, shuffle=shuffle, **settings)
 
 
 def prepared(source, epoch=0, start=0):
@@ -211,7 +213,7 @@ class Recorder(TorchDispatchMode):
 
 
 def test_preparing_is_a_handful_of_operations_that_need_nothing_from_the_host():
-    source = loader(dtype=torch.bfloat16)
+    source = loader()
     raw = next(source.batches(0))
     with Recorder() as recorder:
         source.prepare(raw)
@@ -222,7 +224,7 @@ def test_preparing_is_a_handful_of_operations_that_need_nothing_from_the_host():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_preparing_can_be_captured_in_a_graph():
-    source, on_cpu = loader(device="cuda", channels_last=True), loader()
+    source, on_cpu = loader(device=torch.device("cuda"), channels_last=True), loader()
     static = tuple(tensor.clone() for tensor in next(source.batches(0)))
     source.prepare(static)
     torch.cuda.synchronize()

@@ -1,14 +1,11 @@
-"""Examples that are held out of a split."""
+"""Examples that are held out of a split, and whether a split is kept in memory."""
 
 import pytest
 import torch
 
-from dyrep.engine.data import (
-    DataError,
-    ImageArrays,
-    ImageFiles,
-    hold_out,
-)
+from dyrep.engine.data import ImageArrays, ImageFiles, hold_out, splits
+from dyrep.engine.data.splits import fits, held_out_places
+from dyrep.errors import ConfigError
 
 
 def numbered(labels):
@@ -35,7 +32,7 @@ def test_unequal_classes_are_held_out_in_proportion():
     assert torch.bincount(train.labels).tolist() == [54, 27, 0, 9]
 
 
-def test_what_is_held_out_depends_on_its_own_seed_alone():
+def test_what_is_held_out_depends_on_no_seed():
     split = numbered([0, 1] * 50)
     torch.manual_seed(1)
     first = hold_out(split, 20)[1].images
@@ -43,7 +40,6 @@ def test_what_is_held_out_depends_on_its_own_seed_alone():
     state = torch.get_rng_state()
     assert torch.equal(hold_out(split, 20)[1].images, first)
     assert torch.equal(torch.get_rng_state(), state)
-    assert not torch.equal(hold_out(split, 20, seed=1)[1].images, first)
 
 
 def test_files_and_arrays_are_held_out_alike():
@@ -56,10 +52,27 @@ def test_files_and_arrays_are_held_out_alike():
 
 @pytest.mark.parametrize("count", [-1, 0, 40, 41])
 def test_impossible_numbers_to_hold_out_are_refused(count):
-    with pytest.raises(DataError, match=f"cannot hold out {count} of 40 examples: give a number from 1 to 39"):
-        hold_out(numbered([0, 1] * 20), count)
+    for refused in (lambda: hold_out(numbered([0, 1] * 20), count), lambda: held_out_places(count, 40)):
+        with pytest.raises(ConfigError, match=f"cannot hold out {count} of 40 examples: give a number from 1 to 39"):
+            refused()
 
 
 def test_no_class_is_held_out_entirely():
-    with pytest.raises(DataError, match="class 1, which has 1, would be left without any"):
+    with pytest.raises(ConfigError, match="class 1, which has 1, would be left without any"):
         hold_out(numbered([0] * 9 + [1]), 9)
+
+
+def test_places_that_are_held_out_depend_on_no_seed():
+    torch.manual_seed(1)
+    rest, held = held_out_places(3, 10)
+    assert sorted([*rest.tolist(), *held.tolist()]) == list(range(10))
+    torch.manual_seed(2)
+    assert torch.equal(held, held_out_places(3, 10)[1])
+
+
+def test_images_are_kept_if_they_fit_or_if_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(splits, "RESIDENT_LIMIT", 100)
+    assert fits(100, None)
+    assert not fits(101, None)
+    assert fits(101, True)
+    assert not fits(100, False)

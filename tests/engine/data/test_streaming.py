@@ -5,10 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from loading_helpers import CPU, take_loading
 from PIL import Image
 from torchvision.transforms import v2
 
-from dyrep.engine.data import Augmentation, DataError, ResidentLoader, StreamingLoader, load_files, read_folder
+from dyrep.engine.data import Augmentation, DataError, Loading, ResidentLoader, StreamingLoader, load_files, read_folder
 from dyrep.engine.data import streaming as streaming_module
 from dyrep.errors import ConfigError
 
@@ -22,9 +23,10 @@ def files(image_folder):
 
 
 def loader(files, *, size=12, batch_size=4, augmentation=EVERYTHING, shuffle=True, workers=0, **options):
-    settings = {"device": "cpu", "mean": MEAN, "std": STD, "workers": workers, **options}
+    settings = {"mean": MEAN, "std": STD, "workers": workers, **options}
+    loading = take_loading(settings)
     return StreamingLoader(
-        files, size=size, batch_size=batch_size, augmentation=augmentation, shuffle=shuffle, **settings
+        files, loading, size=size, batch_size=batch_size, augmentation=augmentation, shuffle=shuffle, **settings
     )
 
 
@@ -116,7 +118,7 @@ def test_evaluation_resizes_and_crops_the_centre(files):
 
 def test_plain_settings_give_the_images_of_a_resident_loader(files):
     resident = ResidentLoader(
-        load_files(files, 12), batch_size=4, device="cpu", mean=MEAN, std=STD, augmentation=None, shuffle=False
+        load_files(files, 12), Loading(CPU), batch_size=4, mean=MEAN, std=STD, augmentation=None, shuffle=False
     )
     streamed = loader(files, shuffle=False, resize=12)
     assert same(map(streamed.prepare, streamed.batches(0)), map(resident.prepare, resident.batches(0)))

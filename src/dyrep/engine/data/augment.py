@@ -65,7 +65,7 @@ class Augmentation:
 
 
 class Finish:
-    """Turns pixels into what a network eats, on the device: normalised, with squares cut out, in a dtype and layout.
+    """Turns pixels into what a network eats, on the device: float32, normalised, with squares cut out.
 
     Everything it needs is on the device from the start, so that it neither waits for the device nor copies to it, and
     can be captured in a CUDA graph.
@@ -77,7 +77,6 @@ class Finish:
         width: of the images.
         cutout: side of the square that is set to zero; 0 for none.
         device: where to work.
-        dtype: of the result; the arithmetic is float32.
         channels_last: memory layout of the result.
 
     Example:
@@ -96,13 +95,11 @@ class Finish:
         width: int,
         cutout: int,
         device: torch.device | str,
-        dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
     ) -> None:
         self._mean = 255 * torch.tensor(mean, dtype=torch.float32, device=device)
         self._scale = 1 / (255 * torch.tensor(std, dtype=torch.float32, device=device))
         self._rows, self._columns = (_windows(cutout, side).to(device) for side in (height, width))
-        self._dtype = dtype
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, pixels: Tensor, centres: Tensor | None) -> Tensor:
@@ -112,7 +109,7 @@ class Finish:
             row, column = centres.unbind(1)
             hidden = self._rows[row][:, :, None, None] & self._columns[column][:, None, :, None]
             values.masked_fill_(hidden, 0.0)
-        return values.permute(0, 3, 1, 2).to(dtype=self._dtype, memory_format=self._layout)
+        return values.permute(0, 3, 1, 2).to(memory_format=self._layout)
 
 
 def _windows(length: int, side: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from dyrep.engine.data.pictures import image_sizes
+from dyrep.engine.data.decoded import image_sizes
 from dyrep.engine.data.splits import DataError
 
 

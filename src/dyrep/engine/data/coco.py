@@ -10,7 +10,7 @@ from typing import Any
 
 from dyrep.engine.data.boxes import BoxCollector, BoxFiles, BoxSource, emptied
 from dyrep.engine.data.reading import reading
-from dyrep.engine.data.splits import DataError
+from dyrep.engine.data.splits import SPLIT_NAMES, DataError
 
 LAYOUT = "annotations/instances_train*.json, instances_val*.json and their images (or train.json, val.json and images/)"
 _NEEDED: dict[str, dict[str, Any]] = {
@@ -19,7 +19,6 @@ _NEEDED: dict[str, dict[str, Any]] = {
     "categories": {"id": int, "name": (str, int)},
 }
 """What every entry of a file must have."""
-_SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
 
 
 def read_coco(folder: Path, workers: int = 4) -> BoxSource:
@@ -37,7 +36,7 @@ def read_coco(folder: Path, workers: int = 4) -> BoxSource:
         DataError: something is missing or damaged; the message names the file.
     """
     folder = Path(folder)
-    files = {split: _annotations(folder, names) for split, names in _SPLITS.items()}
+    files = {split: _annotations(folder, names) for split, names in SPLIT_NAMES.items()}
     if files["train"] is None or (files["val"] is None and files["test"] is None):
         lacking = "train" if files["train"] is None else "val and test"
         raise DataError(f"{folder} has no annotations to {lacking}: expected {LAYOUT}")
@@ -167,7 +166,7 @@ def _number(value: Any) -> bool:
 def _places(folder: Path, split: str, path: Path) -> list[Path]:
     """Folders in which images may be, those of a year (train2017) included."""
     own = path.stem.removeprefix("instances_")
-    names = [own, *_SPLITS[split]]
+    names = [own, *SPLIT_NAMES[split]]
     places = [path.parent, *(folder / "images" / name for name in names), *(folder / name for name in names)]
     return [place for place in (*places, folder / "images", folder) if place.is_dir()]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from torch import Tensor
 from dyrep.engine.data.boxes import BoxFiles, BoxSource
 from dyrep.engine.data.coco import LAYOUT as COCO_LAYOUT
 from dyrep.engine.data.coco import read_coco
-from dyrep.engine.data.loader import Batch, Raw, Replay
+from dyrep.engine.data.decoded import Pictures
+from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.pictures import Pictures, divided, fits
-from dyrep.engine.data.splits import DataError
+from dyrep.engine.data.splits import DataError, divided, fits
 from dyrep.engine.data.voc import LAYOUT as VOC_LAYOUT
 from dyrep.engine.data.voc import read_voc
 from dyrep.errors import ConfigError
@@ -33,15 +33,10 @@ class BoxLoader:
 
     Args:
         files: the split.
+        loading: how batches are made.
         batch_size: images per batch over all ranks.
-        device: where the batches are needed.
         flip: mirror every second training image, at random.
-        seed: of order and flips, together with the epoch.
         shuffle: whether this is for training; see `Order` for what that means for the last batch and the ranks.
-        rank: which rank this is.
-        world: number of ranks.
-        resident: whether images are kept decoded on the device.
-        workers: threads that decode.
 
     Attributes:
         steps: batches per epoch on this rank.
@@ -52,22 +47,17 @@ class BoxLoader:
     def __init__(
         self,
         files: BoxFiles,
+        loading: Loading,
         *,
         batch_size: int,
-        device: torch.device | str,
         flip: bool = False,
-        seed: int = 0,
         shuffle: bool = False,
-        rank: int = 0,
-        world: int = 1,
-        resident: bool = True,
-        workers: int = 4,
     ) -> None:
-        self._order = Order(len(files), batch_size, shuffle, rank, world)
+        self._order = Order(len(files), batch_size, shuffle, loading.rank, loading.world)
         self.steps, self.examples, self.paths = self._order.steps, self._order.examples, files.paths
-        self._flip, self._seed = flip and shuffle, seed
-        self._pictures = Pictures(files.paths, device=device, resident=resident, workers=workers)
-        device = torch.device(device)
+        self._flip, self._seed, device = flip and shuffle, loading.seed, loading.device
+        resident = bool(loading.resident)
+        self._pictures = Pictures(files.paths, device=device, resident=resident, workers=loading.workers)
         self._targets = [
             {"boxes": boxes.to(device), "labels": labels.to(device), "iscrowd": crowd.to(device)}
             for boxes, labels, crowd in zip(files.boxes, files.labels, files.crowd, strict=True)
@@ -113,33 +103,23 @@ class BoxLoader:
 def open_detection(
     dataset: str,
     folder: Path | None,
+    loading: Loading,
     *,
     size: int | None,
     batch_size: int,
     flip: bool,
     val_split: float,
-    seed: int,
-    device: torch.device,
-    resident: bool | None = None,
-    workers: int = 4,
-    rank: int = 0,
-    world: int = 1,
 ) -> Data:
     """Read a data set of boxes and make its loaders.
 
     Args:
         dataset: "voc" or "coco".
         folder: where it is.
+        loading: how batches are made.
         size: length to which the detector brings the shorter side of images (default: that of the first image).
         batch_size: images per training batch over all ranks.
         flip: mirror training images at random.
         val_split: images to hold out, where the data set has no split of its own to look at while training.
-        seed: of order and flips.
-        device: where the batches are needed.
-        resident: keep decoded images on the device (default: if they take at most 4 GiB).
-        workers: threads that decode.
-        rank: which rank this is.
-        world: number of ranks.
 
     Raises:
         ConfigError: settings outside their range.
@@ -148,27 +128,20 @@ def open_detection(
     read, layout = READERS[dataset]
     if folder is None:
         raise DataError(f"the data set {dataset!r} needs its folder: give --data DIR, with {layout} in DIR")
-    source: BoxSource = divided(read(Path(folder), workers), val_split)
+    source: BoxSource = divided(read(Path(folder), loading.workers), val_split)
     splits = [split for split in (source.train, source.val, source.test) if split is not None]
     for name, split in (("left to train on", source.train), ("held out", source.val)):
         if val_split and split is not None and all(crowd.all() for crowd in split.crowd):
             raise ConfigError(f"val_split={val_split:g}: no image that is {name} has a box: hold out another number")
-    stays = fits(sum(3 * width * height for split in splits for width, height in split.sizes), resident)
-    shared: dict[str, Any] = {
-        "device": device,
-        "seed": seed,
-        "rank": rank,
-        "world": world,
-        "resident": stays,
-        "workers": workers,
-    }
+    kept = sum(3 * width * height for split in splits for width, height in split.sizes)
+    loading = replace(loading, resident=fits(kept, loading.resident))
 
     def evaluated(split: BoxFiles) -> BoxLoader:
         # a detector fills images of a batch up to one size, and what it finds would depend on the others
         count = EVAL_BATCH if len(set(split.sizes)) == 1 else 1
-        return BoxLoader(split, batch_size=count * world, **shared)
+        return BoxLoader(split, loading, batch_size=count * loading.world)
 
-    train = BoxLoader(source.train, batch_size=batch_size, flip=flip, shuffle=True, **shared)
+    train = BoxLoader(source.train, loading, batch_size=batch_size, flip=flip, shuffle=True)
     return Data(
         train=train,
         val=None if source.val is None else evaluated(source.val),

@@ -16,6 +16,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm")
 LAYOUT = "train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg)"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+_LOOKS = 16  # at so many files, about, to see whether all are of one size
 
 
 def read_folder(folder: Path) -> Source:
@@ -76,7 +77,7 @@ def load_files(files: ImageFiles, size: int, jobs: int = 4) -> ImageArrays:
     return ImageArrays(torch.from_numpy(pixels).permute(0, 3, 1, 2), files.labels)
 
 
-def common_size(files: ImageFiles, looks: int = 16) -> int | None:
+def common_size(files: ImageFiles) -> int | None:
     """Side of the images if they are squares of one size, as far as a few of them tell.
 
     Raises:
@@ -84,7 +85,7 @@ def common_size(files: ImageFiles, looks: int = 16) -> int | None:
     """
     image_module = needed("PIL.Image", "pillow")
     sizes = set()
-    for path in files.paths[:: max(1, len(files.paths) // looks)]:
+    for path in files.paths[:: max(1, len(files.paths) // _LOOKS)]:
         with reading(Path(path)), image_module.open(path) as image:
             sizes.add(image.size)
     width, height = sizes.pop()

@@ -1,15 +1,45 @@
-"""What the training loop asks of a loader."""
+"""What the training loop asks of a loader, and what all loaders are told."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 Raw = tuple[Tensor, ...]
 Batch = tuple[Any, Any]
 """What a network is given and what it should say: images and labels, label maps, or lists of images and of targets."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How batches are made, whatever they are made of.
+
+    Attributes:
+        device: where the batches are needed.
+        seed: of order and augmentation, together with the epoch. The examples held out do not depend on it.
+        rank: which rank this is.
+        world: number of ranks.
+        workers: processes, or threads, that decode image files.
+        resident: whether image files are kept decoded on the device. None leaves that to what opens a data set, which
+            keeps them if they take at most 4 GiB and the augmentation allows it; a loader keeps them if this is true.
+        channels_last: memory layout of images that are batched.
+
+    Example:
+        >>> Loading(torch.device("cpu"), rank=1, world=2).workers
+        4
+    """
+
+    device: torch.device
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    workers: int = 4
+    resident: bool | None = None
+    channels_last: bool = False
 
 
 class Loader(Protocol):

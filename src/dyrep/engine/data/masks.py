@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dyrep.engine.data.folders import EXTENSIONS
 from dyrep.engine.data.reading import needed, reading
-from dyrep.engine.data.splits import DataError
+from dyrep.engine.data.splits import SPLIT_NAMES, DataError
 
 LAYOUT = (
     "train.txt and val.txt with a line 'image label' for every pair, or train/images/*.jpg and train/labels/*.png (or "
@@ -22,7 +22,6 @@ LAYOUT = (
 MOST_CLASSES = 254
 IGNORED = 255
 """What stands for pixels that do not count, whatever they are in the files."""
-_SPLITS = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
 _LABELS = ("labels", "masks", "annotations")
 
 
@@ -85,7 +84,7 @@ def read_masks(
             are not those of ``classes.txt``.
     """
     root = _root(Path(folder))
-    found = {split: _split(root, names) for split, names in _SPLITS.items()}
+    found = {split: _split(root, names) for split, names in SPLIT_NAMES.items()}
     train, val, test = found["train"], found["val"], found["test"]
     if train is None or (val is None and test is None):
         lacking = "train" if train is None else "val or test"
@@ -198,7 +197,7 @@ def _count(train: MaskFiles, ignore_label: int, jobs: int) -> int:
 
 def _root(folder: Path) -> Path:
     candidates = [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]
-    found = [path for path in candidates if _split(path, _SPLITS["train"], listing=False) is not None]
+    found = [path for path in candidates if _split(path, SPLIT_NAMES["train"], listing=False) is not None]
     if not found:
         raise DataError(f"{folder} has no images with label maps: expected {LAYOUT}")
     if found[0] != folder and len(found) > 1:

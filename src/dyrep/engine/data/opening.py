@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dyrep.engine.data.augment import Augmentation
-from dyrep.engine.data.folders import LAYOUT, common_size
-from dyrep.engine.data.loader import Loader
-from dyrep.engine.data.pictures import fits
+from dyrep.engine.data.cifar import read_cifar
+from dyrep.engine.data.digits import read_digits
+from dyrep.engine.data.folders import LAYOUT, common_size, load_files, read_folder
+from dyrep.engine.data.loader import Loader, Loading
 from dyrep.engine.data.resident import ResidentLoader
-from dyrep.engine.data.sources import load_files, read_cifar, read_digits, read_folder
-from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, held_out_count, hold_out
+from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, fits, held_out_count, hold_out
 from dyrep.engine.data.streaming import StreamingLoader
 from dyrep.errors import ConfigError
 
@@ -25,6 +23,8 @@ CONTENTS = {
 }
 """What should be in the folder of every data set that needs one."""
 DATASETS = ("digits", *CONTENTS)
+EVAL_FACTOR = 4
+"""Batches of evaluation are so many times as large as those of training, but at most `LARGEST_EVAL_BATCH`."""
 LARGEST_EVAL_BATCH = 1000
 
 
@@ -54,49 +54,33 @@ class Data:
 def open_data(
     dataset: str,
     folder: Path | None,
+    loading: Loading,
     *,
     size: int | None,
     batch_size: int,
     augmentation: Augmentation,
     val_split: float,
-    seed: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = False,
-    resident: bool | None = None,
-    workers: int = 4,
-    rank: int = 0,
-    world: int = 1,
-    eval_batch_size: int | None = None,
 ) -> Data:
     """Read a data set and make its loaders.
 
     Args:
         dataset: "digits", "cifar10", "cifar100" or "folder".
         folder: where the data is; digits need none.
+        loading: how batches are made. Data sets that are not image files are always kept in memory.
         size: side of the images (default: as they are; needed if files differ in size).
         batch_size: examples per training batch over all ranks.
         augmentation: of the training images.
         val_split: examples to hold out of the training split: none (0), a share (below 1), or so many.
-        seed: of order and augmentation. The examples held out do not depend on it.
-        device: where the batches are needed.
-        dtype: of the images.
-        channels_last: memory layout of the images.
-        resident: keep image files decoded on the device (default: if the augmentation allows it, and they take at
-            most 4 GiB); other data sets always are.
-        workers: processes that decode image files.
-        rank: which rank this is.
-        world: number of ranks.
-        eval_batch_size: examples per evaluation batch over all ranks (default: four times batch_size, at most 1000).
 
     Raises:
         ConfigError: settings outside their range, or that do not go together.
         DataError: the data is missing or damaged.
 
     Example:
+        >>> import torch
+        >>> loading = Loading(torch.device("cpu"))
         >>> data = open_data(
-        ...     "digits", None, size=None, batch_size=32, augmentation=Augmentation(), val_split=0.1, seed=0,
-        ...     device=torch.device("cpu"),
+        ...     "digits", None, loading, size=None, batch_size=32, augmentation=Augmentation(), val_split=0.1
         ... )
         >>> data.train.examples, data.val.examples, data.test.examples, data.size
         (1280, 144, 360, 8)
@@ -105,34 +89,25 @@ def open_data(
     size = _checked_size(dataset, source, size)
     train, val = _divided(source.train, val_split)
     test = source.test
-    if _stays(dataset, source, size, augmentation, resident):
-        train, val, test = (_in_memory(split, size, workers) for split in (train, val, test))
-    if eval_batch_size is None:
-        eval_batch_size = max(1, min(4 * batch_size, LARGEST_EVAL_BATCH) // world) * world
+    if _stays(dataset, source, size, augmentation, loading.resident):
+        train, val, test = (_in_memory(split, size, loading.workers) for split in (train, val, test))
+    world = loading.world
+    eval_batch_size = max(1, min(EVAL_FACTOR * batch_size, LARGEST_EVAL_BATCH) // world) * world
 
     # how an image is evaluated follows from the augmentation alone, not from where the images are kept
     resize = size * 256 // 224 if augmentation.crop == "resized" else size
-    shared: dict[str, Any] = {
-        "device": device,
-        "mean": source.mean,
-        "std": source.std,
-        "seed": seed,
-        "rank": rank,
-        "world": world,
-        "dtype": dtype,
-        "channels_last": channels_last,
-    }
 
     def loader(split: ImageArrays | ImageFiles, training: bool) -> Loader:
-        ours = {
-            **shared,
+        ours: dict[str, Any] = {
+            "mean": source.mean,
+            "std": source.std,
             "batch_size": batch_size if training else eval_batch_size,
             "augmentation": augmentation if training else None,
             "shuffle": training,
         }
         if isinstance(split, ImageArrays):
-            return ResidentLoader(split, **ours)
-        return StreamingLoader(split, size=size, workers=workers, resize=resize, **ours)
+            return ResidentLoader(split, loading, **ours)
+        return StreamingLoader(split, loading, size=size, resize=resize, **ours)
 
     return Data(
         train=loader(train, True),

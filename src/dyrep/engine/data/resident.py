@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dyrep.engine.data.augment import Augmentation, Finish
-from dyrep.engine.data.loader import Batch, Raw, Replay
+from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.order import Order, derived_generator
 from dyrep.engine.data.splits import ImageArrays
 from dyrep.errors import ConfigError
@@ -22,17 +22,12 @@ class ResidentLoader:
 
     Args:
         arrays: the split.
+        loading: how batches are made; the split is kept on its device.
         batch_size: examples per batch over all ranks.
-        device: where the split is kept and the batches are made.
         mean: of every channel, for values in 0..1.
         std: standard deviation of every channel.
         augmentation: how to vary images (default, and always in evaluation: not at all).
-        seed: of the order and the augmentation, together with the epoch.
         shuffle: whether this is for training; see `Order` for what that means for the last batch and the ranks.
-        rank: which rank this is.
-        world: number of ranks.
-        dtype: of the images.
-        channels_last: memory layout of the images.
 
     Attributes:
         steps: batches per epoch on this rank.
@@ -44,7 +39,13 @@ class ResidentLoader:
     Example:
         >>> arrays = ImageArrays(torch.zeros(10, 3, 8, 8, dtype=torch.uint8), torch.arange(10))
         >>> loader = ResidentLoader(
-        ...     arrays, batch_size=4, device="cpu", mean=(0.5,) * 3, std=(0.5,) * 3, augmentation=None, shuffle=True
+        ...     arrays,
+        ...     Loading(torch.device("cpu")),
+        ...     batch_size=4,
+        ...     mean=(0.5,) * 3,
+        ...     std=(0.5,) * 3,
+        ...     augmentation=None,
+        ...     shuffle=True,
         ... )
         >>> [tuple(loader.prepare(raw)[0].shape) for raw in loader.batches(epoch=0)]
         [(4, 3, 8, 8), (4, 3, 8, 8)]
@@ -53,25 +54,20 @@ class ResidentLoader:
     def __init__(
         self,
         arrays: ImageArrays,
+        loading: Loading,
         *,
         batch_size: int,
-        device: torch.device | str,
         mean: tuple[float, ...],
         std: tuple[float, ...],
         augmentation: Augmentation | None,
-        seed: int = 0,
         shuffle: bool,
-        rank: int = 0,
-        world: int = 1,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
     ) -> None:
         self._augmentation = (augmentation if shuffle else None) or Augmentation()
         if self._augmentation.files_only():
             raise ConfigError(f"{self._augmentation.files_only()[0]} needs image files: this split is in memory")
-        self._order = Order(len(arrays.labels), batch_size, shuffle, rank, world)
+        self._order = Order(len(arrays.labels), batch_size, shuffle, loading.rank, loading.world)
         self.steps, self.examples = self._order.steps, self._order.examples
-        self._seed, self._device = seed, torch.device(device)
+        self._seed, self._device = loading.seed, loading.device
         self._height, self._width = arrays.images.shape[2:]
         self._padding = self._augmentation.padding if self._augmentation.crop == "pad" else 0
         self._pixels = _padded(arrays.images.permute(0, 2, 3, 1).to(self._device), self._padding)
@@ -86,8 +82,7 @@ class ResidentLoader:
             width=self._width,
             cutout=self._augmentation.cutout,
             device=self._device,
-            dtype=dtype,
-            channels_last=channels_last,
+            channels_last=loading.channels_last,
         )
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Raw]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dyrep.engine.data.decoded import Pictures, image_sizes, read_picture
 from dyrep.engine.data.folders import IMAGENET_MEAN, IMAGENET_STD
-from dyrep.engine.data.loader import Batch, Raw, Replay
+from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.masks import IGNORED, LAYOUT, MaskFiles, MaskSource, read_labels, read_masks
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.pictures import Pictures, divided, fits, image_sizes, read_picture
-from dyrep.engine.data.splits import DataError
+from dyrep.engine.data.splits import DataError, divided, fits
 from dyrep.errors import ConfigError
 
 DIVISOR = 32
 """Whole images are filled up to multiples of this, which networks that halve images five times ask for."""
 EVAL_BATCH = 16
+
+
+def filled_up(side: int) -> int:
+    """The length to which a side of a whole image is filled up.
+
+    Example:
+        >>> filled_up(48), filled_up(64)
+        (64, 64)
+    """
+    return -(-side // DIVISOR) * DIVISOR
 
 
 class MaskLoader:
@@ -39,20 +50,14 @@ class MaskLoader:
 
     Args:
         files: the split.
+        loading: how batches are made.
         classes: number of classes.
         ignore_label: number in the files that does not count.
         batch_size: images per batch over all ranks.
-        device: where the batches are needed.
         crop: side of the squares that are trained on (default: whole images).
         scale: smallest and largest factor by which training images are resized.
         flip: mirror every second training image, at random.
-        seed: of order, windows and flips, together with the epoch.
         shuffle: whether this is for training; see `Order` for what that means for the last batch and the ranks.
-        rank: which rank this is.
-        world: number of ranks.
-        resident: whether images are kept decoded on the device.
-        channels_last: memory layout of the images.
-        workers: threads that decode.
         sizes: height and width of every image, if they have been read already.
 
     Attributes:
@@ -64,27 +69,21 @@ class MaskLoader:
     def __init__(
         self,
         files: MaskFiles,
+        loading: Loading,
         *,
         classes: int,
         ignore_label: int = IGNORED,
         batch_size: int,
-        device: torch.device | str,
         crop: int | None = None,
         scale: tuple[float, float] = (1.0, 1.0),
         flip: bool = False,
-        seed: int = 0,
         shuffle: bool = False,
-        rank: int = 0,
-        world: int = 1,
-        resident: bool = True,
-        channels_last: bool = False,
-        workers: int = 4,
         sizes: Tensor | None = None,
     ) -> None:
-        self.paths, self._device = files.paths, torch.device(device)
+        self.paths, self._device, self._seed = files.paths, loading.device, loading.seed
         self._crop, self._scale, self._flip = (crop, scale, flip) if shuffle else (None, (1.0, 1.0), False)
-        self._seed = seed
-        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        self._layout = torch.channels_last if loading.channels_last else torch.contiguous_format
+        resident, workers = bool(loading.resident), loading.workers
         labels = partial(read_labels, classes=classes, ignore_label=ignore_label)
         self._pictures = Pictures(files.paths, read_picture, resident=resident, workers=workers)
         self._maps = Pictures(files.labels, labels, resident=resident, workers=workers)
@@ -96,10 +95,10 @@ class MaskLoader:
                 "give --crop resized and --image-size"
             )
         if self._differ and not shuffle:
-            batch_size = world  # one by one
-        self._order = Order(len(files), batch_size, shuffle, rank, world)
+            batch_size = loading.world  # one by one
+        self._order = Order(len(files), batch_size, shuffle, loading.rank, loading.world)
         self.steps, self.examples = self._order.steps, self._order.examples
-        self._full = _filled_up(self._sizes)
+        self._full = _common_size(self._sizes)
         self._mean = 255 * torch.tensor(IMAGENET_MEAN, device=self._device)[:, None, None]
         self._scaling = 1 / (255 * torch.tensor(IMAGENET_STD, device=self._device)[:, None, None])
         self._kept: tuple[Tensor, Tensor] | None = None
@@ -121,7 +120,7 @@ class MaskLoader:
         if windows.numel():
             images, maps = _cut_out(images, maps, windows.to(self._device), self._crop or self._full)
         elif self._differ:
-            height, width = (_filled(side) for side in self._sizes[int(places[0])].tolist())
+            height, width = (filled_up(side) for side in self._sizes[int(places[0])].tolist())
             images, maps = images[..., :height, :width], maps[..., :height, :width]
         labels = maps.long()
         labels = torch.where(labels == 0, IGNORED, labels - 1)
@@ -192,6 +191,7 @@ class MaskLoader:
 
 def open_segmentation(
     folder: Path | None,
+    loading: Loading,
     *,
     size: int | None,
     crop: bool,
@@ -201,18 +201,12 @@ def open_segmentation(
     val_split: float,
     class_names: tuple[str, ...],
     ignore_label: int,
-    seed: int,
-    device: torch.device,
-    channels_last: bool = False,
-    resident: bool | None = None,
-    workers: int = 4,
-    rank: int = 0,
-    world: int = 1,
 ) -> Data:
     """Read a data set of images and label maps and make its loaders.
 
     Args:
         folder: where it is.
+        loading: how batches are made.
         size: side of the squares that are trained on; with whole images it is of no use.
         crop: whether squares are cut out of training images.
         scale: smallest and largest factor by which images are resized before.
@@ -221,13 +215,6 @@ def open_segmentation(
         val_split: images to hold out, where the data set has no split of its own to look at while training.
         class_names: names of the classes, see `read_masks`.
         ignore_label: number that does not count.
-        seed: of order and augmentation.
-        device: where the batches are needed.
-        channels_last: memory layout of the images.
-        resident: keep decoded images on the device (default: if they take at most 4 GiB).
-        workers: threads that decode.
-        rank: which rank this is.
-        world: number of ranks.
 
     Raises:
         ConfigError: settings outside their range, or that do not go together.
@@ -237,29 +224,20 @@ def open_segmentation(
         raise DataError(f"the data set 'masks' needs its folder: give --data DIR, with {LAYOUT} in DIR")
     if not crop and size is not None:
         raise ConfigError(f"image_size={size}: with crop=none images are taken as they are; leave it out")
-    source: MaskSource = divided(read_masks(Path(folder), class_names, ignore_label, workers), val_split)
+    source: MaskSource = divided(read_masks(Path(folder), class_names, ignore_label, loading.workers), val_split)
     splits = [split for split in (source.train, source.val, source.test) if split is not None]
-    sizes = {split: _sizes(split, workers) for split in splits}
+    sizes = {split: _sizes(split, loading.workers) for split in splits}
     # what is kept are colours and labels, filled up to the largest image of the split
-    kept = sum(4 * len(found) * math.prod(_filled_up(found)) for found in sizes.values())
-    shared: dict[str, Any] = {
-        "classes": len(source.classes),
-        "ignore_label": ignore_label,
-        "device": device,
-        "seed": seed,
-        "rank": rank,
-        "world": world,
-        "resident": fits(kept, resident),
-        "channels_last": channels_last,
-        "workers": workers,
-    }
+    kept = sum(4 * len(found) * math.prod(_common_size(found)) for found in sizes.values())
+    loading = replace(loading, resident=fits(kept, loading.resident))
+    labels: dict[str, Any] = {"classes": len(source.classes), "ignore_label": ignore_label}
 
     def evaluated(split: MaskFiles) -> MaskLoader:
-        return MaskLoader(split, batch_size=EVAL_BATCH * world, sizes=sizes[split], **shared)
+        return MaskLoader(split, loading, batch_size=EVAL_BATCH * loading.world, sizes=sizes[split], **labels)
 
     cut = size if crop else None
     drawn: dict[str, Any] = {"crop": cut, "scale": scale, "flip": flip, "shuffle": True, "sizes": sizes[source.train]}
-    train = MaskLoader(source.train, batch_size=batch_size, **drawn, **shared)
+    train = MaskLoader(source.train, loading, batch_size=batch_size, **drawn, **labels)
     return Data(
         train=train,
         val=None if source.val is None else evaluated(source.val),
@@ -299,11 +277,7 @@ def _sizes(files: MaskFiles, workers: int) -> Tensor:
     return torch.tensor(images).flip(1)
 
 
-def _filled_up(sizes: Tensor) -> tuple[int, int]:
+def _common_size(sizes: Tensor) -> tuple[int, int]:
     """Height and width that the images of a split are filled up to."""
     height, width = sizes.amax(0).tolist()
-    return _filled(height), _filled(width)
-
-
-def _filled(side: int) -> int:
-    return -(-side // DIVISOR) * DIVISOR
+    return filled_up(height), filled_up(width)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dyrep.errors import ConfigError, DyRepError
+
+RESIDENT_LIMIT = 4 * 2**30
+SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
+"""What folders and files of every split are called."""
 
 
 class DataError(DyRepError, ValueError):
@@ -86,19 +90,21 @@ def held_out_count(val_split: float, total: int) -> int:
     return int(val_split) if val_split >= 1 else max(1, round(val_split * total))
 
 
-def hold_out(split: Split, count: int, seed: int = 0) -> tuple[Split, Split]:
+def hold_out(split: Split, count: int) -> tuple[Split, Split]:
     """Take some examples out of a split, of every class in proportion.
+
+    They are the same whatever the seed of a run: when runs with several seeds are compared, all should choose by the
+    same ones.
 
     Args:
         split: what to divide; it is not changed.
         count: examples to hold out.
-        seed: which ones. Leave it alone when runs with several seeds are compared: all should choose by the same ones.
 
     Returns:
         What remains and what was held out, both in the order of the split.
 
     Raises:
-        DataError: the count is below 1, or leaves a class without examples.
+        ConfigError: the count is below 1, or leaves a class without examples.
 
     Example:
         >>> split = ImageFiles(("a", "b", "c", "d"), torch.tensor([0, 0, 1, 1]))
@@ -107,21 +113,61 @@ def hold_out(split: Split, count: int, seed: int = 0) -> tuple[Split, Split]:
         ([0, 1], [0, 1], 4)
     """
     total = len(split.labels)
-    if not 1 <= count < total:
-        raise DataError(f"cannot hold out {count} of {total} examples: give a number from 1 to {total - 1}")
+    _check_count(count, total)
     sizes = torch.bincount(split.labels)
     shares = sizes * count // total
     largest_remainders = torch.argsort(sizes * count % total, descending=True, stable=True)
     shares[largest_remainders[: count - int(shares.sum())]] += 1
     emptied = torch.nonzero((shares == sizes) & (sizes > 0)).flatten().tolist()
     if emptied:
-        raise DataError(
+        raise ConfigError(
             f"cannot hold out {count} of {total} examples: class {emptied[0]}, which has {int(sizes[emptied[0]])}, "
             "would be left without any to train on"
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     held = torch.zeros(total, dtype=torch.bool)
     for label, share in enumerate(shares.tolist()):
         members = torch.nonzero(split.labels == label).flatten()
         held[members[torch.randperm(len(members), generator=generator)[:share]]] = True
     return split.take(torch.nonzero(~held).flatten()), split.take(torch.nonzero(held).flatten())
+
+
+def held_out_places(count: int, total: int) -> tuple[Tensor, Tensor]:
+    """Places of what remains and of what is held out of a list, the same whatever the seed of a run.
+
+    Raises:
+        ConfigError: the count is below 1, or nothing would remain.
+
+    Example:
+        >>> rest, held = held_out_places(2, 5)
+        >>> len(rest), len(held)
+        (3, 2)
+    """
+    _check_count(count, total)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
+    return order[count:].sort().values, order[:count].sort().values
+
+
+def divided(source: Any, val_split: float) -> Any:
+    """A source of which some training images are held out, if asked for.
+
+    Raises:
+        ConfigError: it has images to look at already, or the number is out of range.
+    """
+    if not val_split:
+        return source
+    if source.val is not None:
+        raise ConfigError(f"val_split={val_split:g}: this data set has a val split of its own; leave it out")
+    total = len(source.train)
+    rest, held = held_out_places(held_out_count(val_split, total), total)
+    return replace(source, train=source.train.take(rest), val=source.train.take(held))
+
+
+def fits(size: int, resident: bool | None) -> bool:
+    """Whether images of so many bytes are kept in memory: if asked for, or if they take at most 4 GiB."""
+    return size <= RESIDENT_LIMIT if resident is None else resident
+
+
+def _check_count(count: int, total: int) -> None:
+    if not 1 <= count < total:
+        raise ConfigError(f"cannot hold out {count} of {total} examples: give a number from 1 to {total - 1}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from dyrep.engine.data.augment import Augmentation, Finish
-from dyrep.engine.data.loader import Batch, Raw, Replay
+from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.order import Order, derived_generator, derived_seed
 from dyrep.engine.data.reading import decode, fit, needed
 from dyrep.engine.data.splits import DataError, ImageFiles
@@ -28,19 +28,13 @@ class StreamingLoader:
 
     Args:
         files: the split.
+        loading: how batches are made; without workers, this process decodes.
         size: side of the images.
         batch_size: examples per batch over all ranks.
-        device: where the batches are needed.
         mean: of every channel, for values in 0..1.
         std: standard deviation of every channel.
         augmentation: how to vary images (default, and always in evaluation: not at all).
-        seed: of the order and the augmentation, together with the epoch.
         shuffle: whether this is for training; see `Order` for what that means for the last batch and the ranks.
-        rank: which rank this is.
-        world: number of ranks.
-        dtype: of the images.
-        channels_last: memory layout of the images.
-        workers: processes that decode ahead; 0 decodes in this one.
         resize: in evaluation, length to which the short side is brought before the centre is cut out (default: 256
             for a size of 224, and in proportion).
 
@@ -56,20 +50,14 @@ class StreamingLoader:
     def __init__(
         self,
         files: ImageFiles,
+        loading: Loading,
         *,
         size: int,
         batch_size: int,
-        device: torch.device | str,
         mean: tuple[float, ...],
         std: tuple[float, ...],
         augmentation: Augmentation | None,
-        seed: int = 0,
         shuffle: bool,
-        rank: int = 0,
-        world: int = 1,
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        workers: int = 4,
         resize: int | None = None,
     ) -> None:
         augmentation = augmentation or Augmentation()
@@ -78,10 +66,10 @@ class StreamingLoader:
             change = _training_transform(size, augmentation)
         else:
             change = functools.partial(fit, resize=resize or size * 256 // 224, crop=size)
-        self._examples = _Examples(files, change, seed, size if cutout else None)
-        self._order = Order(len(files.paths), batch_size, shuffle, rank, world)
+        self._examples = _Examples(files, change, loading.seed, size if cutout else None)
+        self._order = Order(len(files.paths), batch_size, shuffle, loading.rank, loading.world)
         self.steps, self.examples = self._order.steps, self._order.examples
-        self._seed, self._device, self._workers = seed, torch.device(device), workers
+        self._seed, self._device, self._workers = loading.seed, loading.device, loading.workers
         self._finish = Finish(
             mean,
             std,
@@ -89,8 +77,7 @@ class StreamingLoader:
             width=size,
             cutout=cutout,
             device=self._device,
-            dtype=dtype,
-            channels_last=channels_last,
+            channels_last=loading.channels_last,
         )
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Raw]:

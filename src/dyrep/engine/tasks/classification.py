@@ -15,7 +15,7 @@ from dyrep.engine.data import Augmentation, Data, open_data
 from dyrep.engine.data.loader import Loader
 from dyrep.engine.precision import computing_in
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.resources import readers, uses_channels_last
+from dyrep.engine.resources import loading_of
 from dyrep.engine.tasks.task import Learnt, evaluating
 from dyrep.engine.world import World
 
@@ -41,6 +41,7 @@ class Classification:
         return open_data(
             recipe.dataset,
             settings.data,
+            loading_of(recipe, settings, world),
             size=recipe.image_size,
             batch_size=recipe.batch_size,
             augmentation=Augmentation(
@@ -52,13 +53,6 @@ class Classification:
                 auto_augment=recipe.auto_augment,
             ),
             val_split=recipe.val_split,
-            seed=recipe.seed,
-            device=world.device,
-            channels_last=uses_channels_last(settings, world.device),
-            resident=recipe.resident,
-            workers=readers(settings),
-            rank=world.rank,
-            world=world.size,
         )
 
     def build(self, *, classes: int, channels: int, size: int | None) -> nn.Module:

@@ -17,7 +17,7 @@ from dyrep.engine.data.detection import open_detection
 from dyrep.engine.data.loader import Loader
 from dyrep.engine.precision import computing_in
 from dyrep.engine.recipe import BOXES_PER_IMAGE, Recipe, RunSettings
-from dyrep.engine.resources import readers
+from dyrep.engine.resources import loading_of
 from dyrep.engine.tasks.measuring import FoundBoxes, mean_average_precision
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
@@ -48,16 +48,11 @@ class Detection:
         return open_detection(
             recipe.dataset,
             settings.data,
+            loading_of(recipe, settings, world),
             size=recipe.image_size,
             batch_size=recipe.batch_size,
             flip=recipe.flip,
             val_split=recipe.val_split,
-            seed=recipe.seed,
-            device=world.device,
-            resident=recipe.resident,
-            workers=readers(settings),
-            rank=world.rank,
-            world=world.size,
         )
 
     def build(self, *, classes: int, channels: int, size: int | None) -> nn.Module:

@@ -16,10 +16,10 @@ from dyrep import models
 from dyrep.engine.data import Data
 from dyrep.engine.data.loader import Loader
 from dyrep.engine.data.masks import IGNORED
-from dyrep.engine.data.segmentation import DIVISOR, MaskLoader, open_segmentation
+from dyrep.engine.data.segmentation import MaskLoader, filled_up, open_segmentation
 from dyrep.engine.precision import computing_in
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.resources import readers, uses_channels_last
+from dyrep.engine.resources import loading_of
 from dyrep.engine.tasks.measuring import intersection_over_union
 from dyrep.engine.tasks.task import DRAWN, Learnt, check_name, evaluating
 from dyrep.engine.world import World
@@ -49,6 +49,7 @@ class Segmentation:
         check_trainable(recipe.model, image_size=recipe.image_size, images=together)
         return open_segmentation(
             settings.data,
+            loading_of(recipe, settings, world),
             size=recipe.image_size,
             crop=recipe.crop == "resized",
             scale=recipe.scale,
@@ -57,13 +58,6 @@ class Segmentation:
             val_split=recipe.val_split,
             class_names=recipe.class_names,
             ignore_label=recipe.ignore_label,
-            seed=recipe.seed,
-            device=world.device,
-            channels_last=uses_channels_last(settings, world.device),
-            resident=recipe.resident,
-            workers=readers(settings),
-            rank=world.rank,
-            world=world.size,
         )
 
     def build(self, *, classes: int, channels: int, size: int | None) -> nn.Module:
@@ -128,12 +122,12 @@ class Segmentation:
 
     def example(self, *, channels: int, size: int, device: torch.device | str = "cpu") -> Tensor:
         """One black image."""
-        side = -(-size // DIVISOR) * DIVISOR
+        side = filled_up(size)
         return torch.zeros(1, channels, side, side, device=device)
 
     def random_inputs(self, *, channels: int, size: int) -> Tensor:
         """Two images of noise."""
-        side = -(-size // DIVISOR) * DIVISOR
+        side = filled_up(size)
         return torch.randn(2, channels, side, side, generator=torch.Generator().manual_seed(0))
 
     def inputs(self, batch: Any, most: int | None = None) -> Tensor:

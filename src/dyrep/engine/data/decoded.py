@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dyrep.engine.data.reading import decode, needed, reading
-from dyrep.engine.data.splits import held_out_count
-from dyrep.errors import ConfigError
-
-RESIDENT_LIMIT = 4 * 2**30
 
 
 def read_picture(path: str) -> Tensor:
@@ -97,40 +91,3 @@ def image_sizes(paths: Sequence[str], workers: int = 4) -> list[tuple[int, int]]
 
     with ThreadPoolExecutor(max(workers, 1)) as pool:
         return list(pool.map(look, paths))
-
-
-def fits(size: int, resident: bool | None) -> bool:
-    """Whether images of so many bytes are kept in memory: if asked for, or if they take at most 4 GiB."""
-    return size <= RESIDENT_LIMIT if resident is None else resident
-
-
-def held_out(count: int, total: int) -> tuple[Tensor, Tensor]:
-    """Places of what remains and of what is held out of a list, the same whatever the seed of a run.
-
-    Raises:
-        ConfigError: nothing would remain.
-
-    Example:
-        >>> rest, held = held_out(2, 5)
-        >>> len(rest), len(held)
-        (3, 2)
-    """
-    if not 1 <= count < total:
-        raise ConfigError(f"val_split={count}: cannot hold out {count} of {total} images")
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(0))
-    return order[count:].sort().values, order[:count].sort().values
-
-
-def divided(source: Any, val_split: float) -> Any:
-    """A source of which some training images are held out, if asked for.
-
-    Raises:
-        ConfigError: it has images to look at already, or the number is out of range.
-    """
-    if not val_split:
-        return source
-    if source.val is not None:
-        raise ConfigError(f"val_split={val_split:g}: this data set has a val split of its own; leave it out")
-    total = len(source.train)
-    rest, held = held_out(held_out_count(val_split, total), total)
-    return replace(source, train=source.train.take(rest), val=source.train.take(held))

@@ -3,9 +3,7 @@
 import torch
 from sklearn.datasets import load_digits
 
-from dyrep.engine.data import (
-    read_digits,
-)
+from dyrep.engine.data import read_digits
 
 
 def test_digits_are_those_of_scikit_learn_up_to_rounding_each_once():

@@ -7,10 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from dyrep.engine.data import pictures
-from dyrep.engine.data.pictures import Pictures, fits, held_out, image_sizes, read_picture
+from dyrep.engine.data.decoded import Pictures, image_sizes, read_picture
 from dyrep.engine.data.splits import DataError
-from dyrep.errors import ConfigError
 
 
 @pytest.fixture
@@ -45,14 +43,6 @@ def test_only_what_is_kept_is_read_once(paths):
     assert len(read) == 7
 
 
-def test_they_are_kept_if_they_fit_or_if_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(pictures, "RESIDENT_LIMIT", 100)
-    assert fits(100, None)
-    assert not fits(101, None)
-    assert fits(101, True)
-    assert not fits(100, False)
-
-
 def test_sizes_are_width_and_height(paths, tmp_path):
     assert image_sizes(paths) == [(4 + number, 3) for number in range(5)]
     (tmp_path / "3.png").write_bytes(b"x")
@@ -73,11 +63,3 @@ def test_grey_of_16_bits_is_brought_to_8(tmp_path):
     Image.fromarray(np.array([[0, 70000]], np.int32)).save(tmp_path / "deeper.tif")
     with pytest.raises(DataError, match=r"deeper.tif has grey values from 0 to 70000, expected 8 or 16 bits"):
         read_picture(str(tmp_path / "deeper.tif"))
-
-
-def test_what_is_held_out_does_not_depend_on_a_seed():
-    rest, held = held_out(3, 10)
-    assert sorted([*rest.tolist(), *held.tolist()]) == list(range(10))
-    assert torch.equal(held, held_out(3, 10)[1])
-    with pytest.raises(ConfigError, match="cannot hold out 10 of 10"):
-        held_out(10, 10)

@@ -1,25 +1,11 @@
-"""Every data set the engine can read: digits, CIFAR, and folders of images."""
+"""The data set that comes with scikit-learn."""
 
 from __future__ import annotations
 
 import torch
 
-from dyrep.engine.data.cifar import read_cifar
-from dyrep.engine.data.folders import load_files, read_folder
 from dyrep.engine.data.reading import needed
-from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, hold_out
-
-__all__ = [
-    "DataError",
-    "ImageArrays",
-    "ImageFiles",
-    "Source",
-    "hold_out",
-    "load_files",
-    "read_cifar",
-    "read_digits",
-    "read_folder",
-]
+from dyrep.engine.data.splits import ImageArrays, Source
 
 
 def read_digits() -> Source:
