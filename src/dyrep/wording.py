@@ -55,3 +55,14 @@ def counted(number: int, thing: str, plural: str = "s") -> str:
         ('1 block', '1,200 branches')
     """
     return f"{number:,} {thing}{'' if number == 1 else plural}"
+
+
+def beginning(error: BaseException, lines: int = 1) -> str:
+    r"""The first lines of an error's message, in one; the name of its class if it has none.
+
+    Example:
+        >>> beginning(ValueError("no such file\ntrace")), beginning(KeyboardInterrupt())
+        ('no such file', 'KeyboardInterrupt')
+    """
+    told = [line.strip() for line in str(error).strip().splitlines()[:lines]]
+    return " ".join(told) or type(error).__name__

@@ -14,7 +14,7 @@ from dyrep.engine.rundir import hardware
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.records import write_json
 from dyrep.surgery.timing import LayerTimes
-from dyrep.wording import counted
+from dyrep.wording import beginning, counted
 
 _LITTLE = 0.02  # a share of time that is not worth speaking of
 
@@ -100,7 +100,7 @@ def _layers(bench: Bench, timed: bool) -> tuple[list[LayerTimes], str]:
     try:
         return bench.layers(timed), ""
     except (DyRepError, RuntimeError) as error:  # a step that does not fit has been told of already
-        return [], f"layers could not be timed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        return [], f"layers could not be timed: {beginning(error)}"
 
 
 def _step(row: StepTime) -> str:

@@ -21,6 +21,7 @@ from dyrep.engine.world import World
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.exporting import FORMATS, export
 from dyrep.records import read_config, write_json
+from dyrep.wording import beginning
 
 _IMAGES = 16  # real ones to compare on
 
@@ -108,7 +109,7 @@ def _test_images(run: Path, state: Mapping[str, Any], folder: Path | None) -> Te
     except (DyRepError, OSError) as error:
         if folder is not None:  # asked for, so it is not passed over
             raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = beginning(error)
         print(f"compared on random images alone, for the test images cannot be read: {reason}", flush=True)
         return None
     return images[:_IMAGES]

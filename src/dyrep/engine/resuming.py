@@ -15,6 +15,7 @@ from dyrep.errors import CheckpointError, ConfigError
 from dyrep.methods import method
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.structure import structure
+from dyrep.wording import beginning
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class Saver:
         try:
             learner.model.load_state_dict(state["model"])
         except RuntimeError as error:
-            lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
+            lines = beginning(error, 4)
             raise CheckpointError(f"the weights in {self._run.path} do not fit the model: {lines}") from error
         if learner.average is not None:  # one that was not there before begins with the model's own
             learner.average.load_state_dict(state["model"] if state["average"] is None else state["average"])

@@ -25,7 +25,7 @@ from dyrep.records import CONFIG, EVENTS, PLAIN, PREDICTIONS, SUMMARY, jsonable
 from dyrep.surgery.costs import costs
 from dyrep.surgery.folding import deploy, verify
 from dyrep.surgery.structure import importances, restructure_, structure
-from dyrep.wording import METRICS, duration
+from dyrep.wording import METRICS, counted, duration
 
 COMPARED = 64
 """On how many test images, at most, the folded network is compared with the evolved one."""
@@ -133,10 +133,12 @@ def _introduction(trainer: Trainer) -> str:
     if data.val is not None:
         counts += f", {data.val.examples:,} held out"
     size = trainer.size
+    grown = f" with {counted(size['branches'], 'branch', 'es')}" if size["branches"] else ""
+    place = hardware() if trainer.world.device.type == "cuda" else "the CPU"
     return (
-        f"{recipe.name}, method {recipe.method}, seed {recipe.seed}: {recipe.model} ({size['macs'] / 1e6:,.1f} M "
-        f"multiply-adds, {size['parameters'] / 1e6:,.2f} M parameters), {counts}, {data.test.examples:,} to test; "
-        f"{recipe.epochs} epochs on {hardware() if trainer.world.device.type == 'cuda' else 'the CPU'}"
+        f"{recipe.name}, method {recipe.method}, seed {recipe.seed}: {recipe.model}{grown} "
+        f"({size['macs'] / 1e6:,.1f} M multiply-adds, {size['parameters'] / 1e6:,.2f} M parameters), "
+        f"{counts}, {data.test.examples:,} to test; {recipe.epochs} epochs on {place}"
     )
 
 

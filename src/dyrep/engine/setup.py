@@ -17,6 +17,7 @@ from dyrep.engine.world import World
 from dyrep.errors import CheckpointError
 from dyrep.models.backbones import load_backbone_
 from dyrep.records import PLAIN
+from dyrep.wording import beginning
 
 
 def make_data(recipe: Recipe, settings: RunSettings, world: World) -> Data:
@@ -71,7 +72,7 @@ def load_plain_weights_(model: nn.Module, path: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:
-        lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
+        lines = beginning(error, 4)
         raise CheckpointError(f"the weights in {path} do not fit the model: {lines}") from error
 
 
@@ -82,7 +83,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     except (FileNotFoundError, IsADirectoryError) as error:
         raise CheckpointError(f"there is no file {path} to take initial weights from") from error
     except Exception as error:
-        lines = " ".join(line.strip() for line in str(error).splitlines()[:4])
+        lines = beginning(error, 4)
         raise CheckpointError(
             f"{path} cannot be read, so it is damaged, or no file of weights: {lines}; give a safetensors file (named "
             "so), or a state dict written by torch.save"

@@ -19,6 +19,7 @@ from dyrep.engine.tasks.task import Learn
 from dyrep.engine.world import World
 from dyrep.execution import Clock
 from dyrep.scoring import StepScorer
+from dyrep.wording import beginning
 
 WARMUP_STEPS = 3
 """Steps that are run eagerly before a graph is captured: libraries choose algorithms, lazy state is created."""
@@ -196,7 +197,7 @@ class TrainStep:
             self._graphs.clear()
             self._optimizer.zero_grad(set_to_none=True)
             _end_capture_mode(self._device)
-            reason = str(error).strip().splitlines()[0]
+            reason = beginning(error)
             self._message(f"the training step cannot be captured in a CUDA graph and runs eagerly: {reason}")
             return False
         finally:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dyrep.errors import ConfigError, DyRepError
+from dyrep.wording import beginning
 
 _SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe", "gloo", "by peer", "timed out")
 
@@ -96,7 +97,7 @@ def joined_world(device: str | None = None, timeout_minutes: float = 10) -> Iter
         if isinstance(error, DyRepError) or not _lost_a_peer(error):
             raise
         raise LostRankError(
-            f"rank {dist.get_rank()} lost another of the {size} processes ({str(error).splitlines()[0][:200]}): see "
+            f"rank {dist.get_rank()} lost another of the {size} processes ({beginning(error)[:200]}): see "
             "what that one printed. The run continues from its last checkpoint when the same command is given again"
         ) from error
     dist.destroy_process_group()  # not after an error: it could wait for those that are gone

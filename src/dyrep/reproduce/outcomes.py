@@ -23,7 +23,7 @@ from dyrep.records import SUMMARY, finite
 from dyrep.reproduce.scales import DRAWN, Scale
 from dyrep.reproduce.studies import BACKBONE, Row, Study, Training
 from dyrep.surgery.costs import costs
-from dyrep.wording import metric_of
+from dyrep.wording import beginning, metric_of
 
 SIZE, CLASSES = 224, 1000  # of ImageNet
 _SPEED_BATCH, _SPEED_STEPS = 128, 20
@@ -99,7 +99,7 @@ class Workshop:
         try:
             summary, folder = self._trained(training, seed)
         except DyRepError as error:
-            outcome.reason = str(error).splitlines()[0]
+            outcome.reason = beginning(error)
             return
         found = {"accuracy": summary["test_accuracy_folded"], "cost": summary["seconds"] / 60}
         if not counts_deployed:
@@ -114,7 +114,7 @@ class Workshop:
         try:
             summary, folder = self._trained(training, seed)
         except DyRepError as error:
-            outcome.reason = outcome.reason or str(error).splitlines()[0]
+            outcome.reason = outcome.reason or beginning(error)
             return
         metric = metric_of(summary)
         _add(outcome, column, summary[f"test_{metric}_folded"])

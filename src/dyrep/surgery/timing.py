@@ -24,6 +24,7 @@ from dyrep.execution.settings import SETTLING_STEPS
 from dyrep.surgery.preserve import Forward, preserved, run_batch
 from dyrep.surgery.targets import is_inside
 from dyrep.surgery.wrappers import bare
+from dyrep.wording import beginning
 
 _WARMUP = 3  # passes before the first that counts: libraries choose algorithms, kernels are compiled
 
@@ -177,7 +178,7 @@ def _measure(model: nn.Module, name: str, x: Tensor, executions: Sequence[str], 
                 times[runs_as[running]] = _time(block, x, repeats, calls)
     except RuntimeError as error:  # memory that does not suffice is one, too
         remedy = "use a smaller batch" if isinstance(error, torch.OutOfMemoryError) else "time other executions"
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        why = beginning(error)
         raise DyRepError(f"layer {name!r} cannot be run {running} on this batch ({why}): {remedy}") from error
     ms = {execution: times[runs_as[execution]] for execution in executions}
     reason = _reason(block, read, runs_as["auto"], times)
