@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dyrep.copying import copied
 from dyrep.errors import CheckpointError, DyRepError
 from dyrep.files import replacing
 from dyrep.surgery.structure import restructure_, structure
@@ -102,7 +102,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, optimizer: Optimizer
     for alias, key in about["aliases"].items():
         tensors[alias] = tensors[key]
     try:  # on a copy first: a model that the file does not fit must not be left half changed
-        _apply_(copy.deepcopy(bare(model)), about["structure"], tensors, None)
+        _apply_(copied(bare(model)), about["structure"], tensors, None)
     except (DyRepError, RuntimeError) as error:
         reasons = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit this model: {' '.join(reasons[:4])}") from error
