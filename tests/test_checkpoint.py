@@ -4,6 +4,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import dyrep
 from dyrep.errors import CheckpointError
@@ -127,3 +128,15 @@ def test_extra_state_that_is_no_tensor_is_refused_by_name(tmp_path):
 
     with pytest.raises(CheckpointError, match="'_extra_state' is a dict"):
         dyrep.save(Odd(1, 1, 1), tmp_path / "model.safetensors")
+
+
+def test_pruned_block_comes_back_in_a_model_that_is_pruned_too(evolved, tmp_path):
+    twin = net()
+    dyrep.restructure_(twin, dyrep.structure(evolved))
+    for model in (evolved, twin):
+        prune.random_unstructured(model[3], "weight", amount=0.5)
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(dyrep.load(path, twin).eval()(x), evolved.eval()(x))
+    with pytest.raises(CheckpointError, match=r"does not fit this model.*3\.weight_orig"):
+        dyrep.load(path, net())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from dyrep.block import RepConv
+from dyrep.block import RepConv, why_computed
 from dyrep.branches import branch_options
 from dyrep.errors import IneligibleLayerError, UnknownLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
@@ -133,6 +133,20 @@ def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
             raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
 
 
+def require_foldable(blocks: Mapping[str, nn.Module], branches: Mapping[str, Collection[str]] | None = None) -> None:
+    """Raise unless these blocks, by their names, can be folded: weights may have become computed since they grew.
+
+    Args:
+        blocks: the blocks; anything else is passed over.
+        branches: which of their branches are to be folded (default: all).
+    """
+    for name, block in blocks.items():
+        if isinstance(block, RepConv):
+            for part, reason in block.unfoldable(None if branches is None else branches[name]).items():
+                layer = ".".join(filter(None, (name, part)))
+                raise IneligibleLayerError(f"layer {layer!r} cannot be folded: {reason}")
+
+
 def refusals(model: nn.Module) -> dict[str, str]:
     """Convolutions that cannot be operated on exactly, and why."""
     holders = _weight_holders(model)
@@ -199,12 +213,8 @@ def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     kind = type(conv).__name__
     if isinstance(conv, _ConvTransposeNd):
         return f"{kind} is a transposed convolution, which the branches do not fold into"
-    computed = [name for name in ("weight", "bias") if name not in conv._parameters]
-    if computed:
-        return (
-            f"its {' and '.join(computed)} is computed (parametrization, weight norm, spectral norm or pruning), so it "
-            "cannot be rewritten; make it permanent first"
-        )
+    if computed := why_computed(conv):
+        return computed
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return f"{kind} has no shape yet; run one forward pass first"
     if not isinstance(conv, RepConv) and type(conv) not in PLAIN_CONVS:
