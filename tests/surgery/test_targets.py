@@ -34,6 +34,12 @@ def frozen() -> nn.Module:
     return plain().requires_grad_(False)
 
 
+def with_frozen_bias() -> nn.Module:
+    conv = plain()
+    conv.bias.requires_grad_(False)
+    return conv
+
+
 def integer() -> nn.Module:
     conv = plain().requires_grad_(False)
     conv.weight = nn.Parameter(torch.ones(4, 4, 3, 3, dtype=torch.int8), requires_grad=False)
@@ -75,6 +81,7 @@ def with_computed_bias() -> nn.Module:
         (lambda: prune.l1_unstructured(plain(), "bias", amount=2), "make it permanent first"),
         (lambda: nn.LazyConv2d(4, 3), "LazyConv2d has no shape yet; run one forward pass first"),
         (frozen, "its weight is frozen (requires_grad=False)"),
+        (with_frozen_bias, "its bias is frozen (requires_grad=False)"),
         (lambda: plain(device="meta"), "its weight is on the meta device"),
         (integer, "its weight is torch.int8, not floating point"),
         (complex_valued, "its weight is torch.complex64, not floating point"),
@@ -96,6 +103,7 @@ def with_computed_bias() -> nn.Module:
         "pruned bias",
         "lazy",
         "frozen",
+        "frozen bias",
         "meta",
         "integer",
         "complex",

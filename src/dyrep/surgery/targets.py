@@ -235,6 +235,11 @@ def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str
         return f"its weight is {weight.dtype}, not floating point"
     if not weight.requires_grad:
         return "its weight is frozen (requires_grad=False); unfreeze it, or leave the layer out"
+    if isinstance(conv.bias, torch.Tensor) and not conv.bias.requires_grad:
+        return (
+            "its bias is frozen (requires_grad=False) and would take over what branches learn to add; unfreeze it, or "
+            "leave the layer out"
+        )
     for name, parameter in conv.named_parameters(recurse=False):
         others = [type(m).__name__ for m in holders.get(id(parameter), ()) if m is not conv]
         if others:
