@@ -445,3 +445,23 @@ def test_sharded_weights_and_wrappers_are_refused_by_name():
         dyrep.expand_(model, "0", optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(DTensor))
     assert dyrep.targets(model)[0].reason == "its weight is sharded over several processes (DTensor)"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_conv_in_a_scripted_part_is_listed_and_refused_and_the_others_grow(how):
+    part, x = nn.Sequential(plain(), nn.ReLU()), torch.randn(2, 4, 8, 8)
+    model = nn.Sequential(plain(), torch.jit.script(part) if how == "script" else torch.jit.trace(part, x))
+    good, scripted = dyrep.targets(model)
+    assert (good.name, good.eligible) == ("0", True)
+    assert (scripted.name, scripted.eligible) == ("1.0", False)
+    assert "part of a TorchScript module, whose code is fixed; use the module" in scripted.reason
+    with pytest.raises(
+        IneligibleLayerError, match=r"layer '1\.0' cannot be expanded: it is part of a TorchScript module"
+    ):
+        dyrep.expand_(model, ["0", "1.0"])
+    with pytest.raises(BranchError, match=r"layer '1\.0' has no branches to cut"):
+        dyrep.cut_(model, "1.0")
+    output = eval_output(model, x)
+    dyrep.expand_(model, "0", gamma=0.5)
+    assert relative_change(eval_output(dyrep.deploy(model), x), output) <= 1e-4

@@ -17,6 +17,7 @@ from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.scaling import ChannelScale, GatedNorm
 from dyrep.surgery.wrappers import unwrap
 
+_SCRIPTED_CONVS = [f"{kind}{n}d" for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3)]
 _SELF_FOLDING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
@@ -87,7 +88,7 @@ def targets(model: nn.Module) -> list[Target]:
             parents,
         )
         for name, module in model.named_modules()
-        if isinstance(module, _ConvNd)
+        if _is_conv(module)
     ]
 
 
@@ -102,11 +103,11 @@ def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            convs = [n for n, m in model.named_modules() if isinstance(m, _ConvNd)]
+            convs = [n for n, m in model.named_modules() if _is_conv(m)]
             close = difflib.get_close_matches(name, convs, n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(close)}?" if close else "dyrep.targets(model) lists all"
             raise UnknownLayerError(f"the model has no layer {name!r}; {hint}") from None
-        if not isinstance(module, _ConvNd):
+        if not _is_conv(module):
             raise UnknownLayerError(
                 f"layer {name!r} is a {type(module).__name__}, not a convolution; dyrep.targets(model) lists all"
             )
@@ -150,7 +151,7 @@ def require_foldable(blocks: Mapping[str, nn.Module], branches: Mapping[str, Col
 def refusals(model: nn.Module) -> dict[str, str]:
     """Convolutions that cannot be operated on exactly, and why."""
     holders = _weight_holders(model)
-    found = {name: _refusal(module, holders) for name, module in model.named_modules() if isinstance(module, _ConvNd)}
+    found = {name: _refusal(module, holders) for name, module in model.named_modules() if _is_conv(module)}
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -203,7 +204,7 @@ def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict
         left_out=left_out,
         present=present,
         depth=depth,
-        kernel_size=tuple(conv.kernel_size),  # type: ignore[arg-type]
+        kernel_size=tuple(getattr(conv, "kernel_size", ())),  # a traced one does not know
         note=note,
     )
 
@@ -211,6 +212,8 @@ def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict
 def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     """Why a convolution cannot be operated on exactly; empty if it can."""
     kind = type(conv).__name__
+    if isinstance(conv, torch.jit.ScriptModule):
+        return "it is part of a TorchScript module, whose code is fixed; use the module that one was made from"
     if isinstance(conv, _ConvTransposeNd):
         return f"{kind} is a transposed convolution, which the branches do not fold into"
     if computed := why_computed(conv):
@@ -245,6 +248,12 @@ def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str
         if others:
             return f"its {name} is shared with another module ({', '.join(others)}), which would change too"
     return ""
+
+
+def _is_conv(module: nn.Module) -> bool:
+    """Whether a module is a convolution, or was one before TorchScript compiled it."""
+    scripted = isinstance(module, torch.jit.ScriptModule) and module.original_name in _SCRIPTED_CONVS
+    return scripted or isinstance(module, _ConvNd)
 
 
 def _kind_of(conv: nn.Module) -> str:
