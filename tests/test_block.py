@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import prune
 
 import dyrep
 from dyrep.block import RepConv, as_block_, as_plain_
@@ -578,3 +579,12 @@ def test_branch_keys_are_below_branches(name):
     branch = make_branch(name, ConvGeometry.of(nn.Conv2d(4, 4, 3, padding=1)), shift=True)
     expected = ["weight", "bias", *(f"branches.{name}.{key}" for key in branch.state_dict())]
     assert list(block.state_dict()) == expected
+
+
+def test_block_with_a_pruned_kernel_is_not_fused():
+    block = as_block_(nn.Conv2d(4, 4, 3, padding=1))
+    prune.l1_unstructured(block, "weight", amount=0.5)
+    weight = block.weight.clone()
+    with pytest.raises(IneligibleLayerError, match=r"^the block cannot be folded: its weight is computed"):
+        block.fuse()
+    assert torch.equal(block.weight, weight)

@@ -1,9 +1,13 @@
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import dyrep
 from dyrep.errors import CheckpointError
@@ -105,6 +109,10 @@ def test_errors_say_what_is_wrong_with_the_file(evolved, tmp_path):
     safetensors.torch.save_file({"0.weight": torch.zeros(1)}, foreign)
     with pytest.raises(CheckpointError, match=r"not written by dyrep\.save.*prepare_"):
         dyrep.load(foreign, net())
+    for about in ("{", "1", "[]", '{"format": 99}'):
+        safetensors.torch.save_file({"0.weight": torch.zeros(1)}, foreign, metadata={"dyrep": about})
+        with pytest.raises(CheckpointError, match=r"not written by dyrep\.save"):
+            dyrep.load(foreign, net())
 
 
 def test_a_file_of_another_architecture_is_refused_and_nothing_changes(evolved, tmp_path):
@@ -127,3 +135,43 @@ def test_extra_state_that_is_no_tensor_is_refused_by_name(tmp_path):
 
     with pytest.raises(CheckpointError, match="'_extra_state' is a dict"):
         dyrep.save(Odd(1, 1, 1), tmp_path / "model.safetensors")
+
+
+def test_pruned_block_comes_back_in_a_model_that_is_pruned_too(evolved, tmp_path):
+    twin = net()
+    dyrep.restructure_(twin, dyrep.structure(evolved))
+    for model in (evolved, twin):
+        prune.random_unstructured(model[3], "weight", amount=0.5)
+    path = dyrep.save(evolved, tmp_path / "model.safetensors")
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(dyrep.load(path, twin).eval()(x), evolved.eval()(x))
+    with pytest.raises(CheckpointError, match=r"does not fit this model.*3\.weight_orig"):
+        dyrep.load(path, net())
+
+
+SAVING = """
+import sys, torch, dyrep
+from torch import nn
+torch.manual_seed(0)
+conv = nn.Conv2d(4, 4, 3, padding=1)
+model = nn.Sequential(conv, nn.BatchNorm2d(4), conv)
+dyrep.expand_(model, "0")
+for path in sys.argv[1:]:
+    dyrep.save(model, path)
+"""
+
+
+def test_equal_models_give_equal_files_in_every_process(tmp_path):
+    files = [tmp_path / f"{process}{time}" for process in "abc" for time in "12"]
+    for seed in range(3):
+        command = [sys.executable, "-c", SAVING, *map(str, files[2 * seed : 2 * seed + 2])]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": str(seed)})
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_file_with_the_structure_under_a_key_of_its_own_is_read(evolved, tmp_path):
+    about = json.dumps({"structure": dyrep.structure(evolved), "aliases": {}})
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(evolved.state_dict(), path, metadata={"dyrep": "1", "about": about})
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(dyrep.load(path, net()).eval()(x), evolved.eval()(x))

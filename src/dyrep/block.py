@@ -8,12 +8,13 @@ the last branch has been absorbed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from dyrep import algebra, execution
 from dyrep.branches import Branch, is_branch, make_branch
@@ -22,7 +23,7 @@ from dyrep.execution import Execution
 from dyrep.geometry import ConvGeometry, ConvNd
 from dyrep.norm import BranchNorm, sync_norms_
 from dyrep.passing import PassedNorm, step_aside_, step_back_
-from dyrep.scaling import GatedNorm, Scaling, make_scaling
+from dyrep.scaling import ChannelScale, GatedNorm, Scaling, make_scaling
 
 if TYPE_CHECKING:
     _Base = nn.Conv2d
@@ -193,16 +194,34 @@ class RepConv(_Base):
         """Mean absolute γ of every branch's last norm (the paper's s_j), on the device."""
         return {name: branch.norm.importance for name, branch in self.branch_modules().items()}
 
+    def unfoldable(self, branches: Collection[str] | None = None) -> dict[str, str]:
+        """Parts of the block that cannot be folded, by their names in it (its own is empty), and why.
+
+        Args:
+            branches: those that are to be folded (default: all). The others may be whatever they are.
+        """
+        kept = () if branches is None else tuple(f"branches.{name}." for name in self.branches if name not in branches)
+        parts = {name: part for name, part in self.named_modules() if not f"{name}.".startswith(kept)}
+        found = {name: why_computed(part) for name, part in parts.items() if isinstance(part, _FOLDED)}
+        if not found[""] and self.passed_norm is not None and (reason := why_computed(self.passed_norm)):
+            found[""] = f"of the norm that it replaces: {reason}"
+        return {name: reason for name, reason in found.items() if reason}
+
     def fuse(self) -> ConvNd:
         """The plain convolution with the same function, as a new module; this one stays as it is.
 
         Where the block has taken the place of a norm too, the new convolution has a bias.
+
+        Raises:
+            IneligibleLayerError: some of its weights are computed from others.
 
         Example:
             >>> block = as_block_(nn.Conv2d(4, 4, 3, padding=1))
             >>> type(block.fuse())
             <class 'torch.nn.modules.conv.Conv2d'>
         """
+        for part, reason in self.unfoldable().items():
+            raise IneligibleLayerError(f"the block cannot be folded{f', {part!r}' if part else ''}: {reason}")
         plain = copy.copy(self)
         for key, value in vars(self).items():  # the copy has the same hooks, but in dicts of its own
             if isinstance(value, dict):
@@ -303,6 +322,26 @@ class RepConv3d(RepConv, nn.Conv3d):
 
 _BLOCK_OF: dict[type, type] = {nn.Conv1d: RepConv1d, nn.Conv2d: RepConv2d, nn.Conv3d: RepConv3d}
 _PLAIN_OF: dict[type, type] = {block: plain for plain, block in _BLOCK_OF.items()}
+_FOLDED = (_ConvNd, BranchNorm, ChannelScale)  # the parts of a block that have weights
+
+
+def why_computed(module: nn.Module) -> str:
+    """Why weights of a convolution or a norm cannot be rewritten: they are computed anew all the time; else empty.
+
+    Example:
+        >>> why_computed(nn.Conv2d(4, 4, 3))
+        ''
+        >>> print(why_computed(nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)))[:22])
+        its weight is computed
+    """
+    names = ("factor",) if isinstance(module, ChannelScale) else ("weight", "bias")
+    computed = [name for name in names if name not in module._parameters]
+    if not computed:
+        return ""
+    return (
+        f"its {' and '.join(computed)} is computed (parametrization, weight norm, spectral norm or pruning), so it "
+        "cannot be rewritten; make it permanent first"
+    )
 
 
 def branch_for(

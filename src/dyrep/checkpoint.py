@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from pathlib import Path
@@ -14,16 +13,17 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dyrep.copying import copied
 from dyrep.errors import CheckpointError, DyRepError
 from dyrep.files import replacing
 from dyrep.surgery.structure import restructure_, structure
 from dyrep.surgery.wrappers import bare
 
-FORMAT = "1"
+FORMAT = 1
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write a model with its structure to one safetensors file, atomically.
+    """Write a model with its structure to one safetensors file, atomically; equal models give equal files.
 
     Args:
         model: an evolved or plain model; wrappers are looked through.
@@ -54,9 +54,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
         else:
             seen[identity] = key
             tensors[key] = value.detach().contiguous().clone()
-    about = {"structure": structure(model), "aliases": aliases}
+    about = {"format": FORMAT, "structure": structure(model), "aliases": aliases}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, metadata={"dyrep": FORMAT, "about": json.dumps(about)})
+        # one key: several would be written in any order, and equal models would give files that differ
+        save_file(tensors, temporary, metadata={"dyrep": json.dumps(about)})
     return path
 
 
@@ -93,21 +94,32 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, optimizer: Optimizer
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
-    if metadata.get("dyrep") != FORMAT:
+    about = _about(metadata)
+    if about.get("format") != FORMAT:
         raise CheckpointError(
-            f"{path} was not written by dyrep.save (format {metadata.get('dyrep')!r}, this version reads {FORMAT!r}); "
+            f"{path} was not written by dyrep.save (format {about.get('format')!r}, this version reads {FORMAT!r}); "
             "for a plain state dict use dyrep.prepare_(model) and load_state_dict"
         )
-    about = json.loads(metadata["about"])
     for alias, key in about["aliases"].items():
         tensors[alias] = tensors[key]
     try:  # on a copy first: a model that the file does not fit must not be left half changed
-        _apply_(copy.deepcopy(bare(model)), about["structure"], tensors, None)
+        _apply_(copied(bare(model)), about["structure"], tensors, None)
     except (DyRepError, RuntimeError) as error:
         reasons = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit this model: {' '.join(reasons[:4])}") from error
     _apply_(bare(model), about["structure"], tensors, optimizer)
     return model
+
+
+def _about(metadata: dict[str, str]) -> dict[str, Any]:
+    """What a file says about the model in it; nothing if another program wrote it."""
+    try:
+        about = json.loads(metadata.get("dyrep", "null"))
+        if about == FORMAT:  # the first files had the rest under a key of its own
+            about = {"format": about, **json.loads(metadata["about"])}
+    except (json.JSONDecodeError, KeyError):
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor], optimizer: Optimizer | None) -> None:

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+# ways to have a weight computed from others, and to make it permanent again
+COMPUTED = {
+    "pruned": (
+        lambda conv: prune.l1_unstructured(conv, "weight", amount=0.5),
+        lambda conv: prune.remove(conv, "weight"),
+    ),
+    "old weight norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "old spectral norm": (nn.utils.spectral_norm, nn.utils.remove_spectral_norm),
+    "parametrized": (parametrizations.weight_norm, lambda conv: parametrize.remove_parametrizations(conv, "weight")),
+}
 
 
 def conv_bn_net(dtype: torch.dtype = torch.float32, channels: int = 6) -> nn.Sequential:

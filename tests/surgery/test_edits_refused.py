@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import dyrep
-from dyrep.errors import BranchError, CalibrationError, ConfigError, OptimizerError
+from dyrep.errors import BranchError, CalibrationError, ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.surgery import assembly, edits
 from surgery_helpers import (
+    COMPUTED,
     assert_same_picture,
     conv_bn_net,
     images,
@@ -198,3 +200,28 @@ def test_values_that_would_harm_the_model_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         dyrep.expand_(model, "0", **arguments)
     assert type(model[0]) is nn.Conv2d
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("branches", [None, ["1x1"]])
+@pytest.mark.parametrize("layer", ["3", "3.branches.1x1.conv"])
+@pytest.mark.parametrize("way", COMPUTED)
+def test_cutting_where_a_weight_became_a_computed_one_is_refused_and_changes_nothing(way, layer, branches):
+    model, x = conv_bn_net(torch.float64), images(1, dtype=torch.float64)[0]
+    dyrep.expand_(model, ["0", "3"], gamma=0.5, calibration=[x], origin_norm="calibrated")
+    model.eval().requires_grad_(False)
+    COMPUTED[way][0](model.get_submodule(layer))
+    output, before = model(x), picture(model)
+    with pytest.raises(IneligibleLayerError, match=f"^layer '{layer}' cannot be folded: its weight is computed"):
+        dyrep.cut_(model, ["0", "3"], branches)
+    assert_same_picture(picture(model), before)
+    assert torch.equal(model(x), output)
+
+
+def test_branch_beside_a_pruned_one_is_cut_exactly():
+    model, x = conv_bn_net(torch.float64), images(1, dtype=torch.float64)[0]
+    dyrep.expand_(model, "3", gamma=0.5, calibration=[x], origin_norm="calibrated")
+    prune.l1_unstructured(model[3].branches["1x1"].conv, "weight", amount=0.5)
+    output = eval_output(model, x)
+    dyrep.cut_(model, "3", ["1xK", "1x1-KxK"])
+    torch.testing.assert_close(eval_output(model, x), output, rtol=1e-10, atol=1e-10)

@@ -9,12 +9,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import dyrep
 from dyrep.block import RepConv
-from dyrep.errors import DyRepError
+from dyrep.errors import DyRepError, IneligibleLayerError
 from dyrep.surgery.folding import FoldReport, drift, eval_outputs, relative_error, train_outputs
-from surgery_helpers import assert_same_picture, conv_bn_net, images, picture, relative_change, train_step
+from surgery_helpers import (
+    COMPUTED,
+    assert_same_picture,
+    conv_bn_net,
+    images,
+    picture,
+    relative_change,
+    train_step,
+)
 from training import eval_output
 
 
@@ -409,3 +418,48 @@ def test_part_of_a_model_whose_blocks_keep_its_norms_is_deployed():
     model, x = converted("orepa"), images(1, dtype=torch.float64)[0]
     expected = eval_output(model[0], x)
     assert relative_change(eval_output(dyrep.deploy(model[0]), x), expected) <= 1e-10
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("layer", ["3", "3.branches.1x1.conv", "3.branches.1x1-KxK.conv.branches.1xK.conv"])
+@pytest.mark.parametrize("way", COMPUTED)
+def test_block_with_a_weight_that_became_a_computed_one_is_refused_until_it_is_permanent(way, layer, inplace):
+    compute, make_permanent = COMPUTED[way]
+    model, x = evolved(torch.float64), images(1, dtype=torch.float64)[0]
+    compute(model.get_submodule(layer))
+    output, before = eval_output(model, x), picture(model)
+    with pytest.raises(IneligibleLayerError) as error:
+        dyrep.deploy(model, inplace=inplace)
+    assert str(error.value).startswith(f"layer {layer!r} cannot be folded: its weight is computed (")
+    assert str(error.value).endswith("; make it permanent first")
+    assert_same_picture(picture(model), before)
+    make_permanent(model.get_submodule(layer))
+    plain = dyrep.deploy(model, inplace=inplace)
+    assert relative_change(eval_output(plain, x), output) <= 1e-10
+    assert not any(isinstance(module, RepConv) for module in plain.modules())
+
+
+def test_computed_norm_of_a_block_and_the_norm_that_it_replaces_are_refused():
+    model = evolved()
+    prune.random_unstructured(model[3].branches["1x1"].norm, "weight", amount=2)
+    with pytest.raises(IneligibleLayerError, match=r"^layer '3\.branches\.1x1\.norm' cannot be folded: its weight is"):
+        dyrep.deploy(model)
+    model = converted("dbb")
+    prune.random_unstructured(model[4], "bias", amount=2)
+    with pytest.raises(
+        IneligibleLayerError, match=r"^layer '3' cannot be folded: of the norm that it replaces: its bia"
+    ):
+        dyrep.deploy(model, inplace=True)
+    model = converted("orepa")
+    prune.random_unstructured(model[3].origin_norm, "factor", amount=2)
+    with pytest.raises(IneligibleLayerError, match=r"^layer '3\.origin_norm' cannot be folded: its factor is computed"):
+        dyrep.deploy(model)
+
+
+def test_computed_weight_outside_blocks_does_not_matter():
+    model, x = conv_bn_net(torch.float64), images(1, dtype=torch.float64)[0]
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    dyrep.expand_(model, "3", gamma=0.5)
+    output = eval_output(model, x)
+    assert relative_change(eval_output(dyrep.deploy(model), x), output) <= 1e-10

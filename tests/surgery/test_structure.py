@@ -11,11 +11,12 @@ from torch import nn
 
 import dyrep
 from dyrep.block import RepConv
-from dyrep.errors import DyRepError, StructureError
+from dyrep.errors import DyRepError, IneligibleLayerError, StructureError
 from dyrep.methods.gates import settle_
 from dyrep.norm import BranchNorm
 from dyrep.passing import PassedNorm
 from surgery_helpers import (
+    COMPUTED,
     assert_same_picture,
     conv_bn_net,
     held_parameters,
@@ -617,3 +618,30 @@ def test_failure_half_way_restores_norms_and_what_is_trained(kind, method):
     replaces = method not in (None, "orepa")
     assert [type(model[place]) is PassedNorm for place in (1, 4)] == [replaces, replaces]
     train_step(model, optimizer, x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("way", COMPUTED)
+def test_structure_that_would_rewrite_a_computed_weight_is_refused_and_changes_nothing(way):
+    model, x = biased_net(), images(1)[0]
+    dyrep.expand_(model, ["0", "3"], gamma=0.5)
+    model.eval().requires_grad_(False)
+    COMPUTED[way][0](model[0])
+    output, before = model(x), picture(model)
+    dyrep.restructure_(model, dyrep.structure(model))  # nothing has to be rewritten for this
+    with pytest.raises(IneligibleLayerError, match=r"^layer '0' cannot be folded: its weight is computed"):
+        dyrep.restructure_(model, {"format": 1, "blocks": {}})
+    assert_same_picture(picture(model), before)
+    assert torch.equal(model(x), output)
+
+
+def test_average_whose_weight_is_computed_cannot_follow():
+    model = biased_net()
+    average = copy.deepcopy(model)
+    dyrep.expand_(average, "3", ["1x1"])
+    COMPUTED["parametrized"][0](average[3])
+    dyrep.expand_(model, "3", ["1x1", "residual"])
+    before = picture(average)
+    with pytest.raises(IneligibleLayerError, match=r"^layer '3' cannot be folded: its weight is computed"):
+        dyrep.follow_(average, model)
+    assert_same_picture(picture(average), before)

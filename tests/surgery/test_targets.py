@@ -34,6 +34,12 @@ def frozen() -> nn.Module:
     return plain().requires_grad_(False)
 
 
+def with_frozen_bias() -> nn.Module:
+    conv = plain()
+    conv.bias.requires_grad_(False)
+    return conv
+
+
 def integer() -> nn.Module:
     conv = plain().requires_grad_(False)
     conv.weight = nn.Parameter(torch.ones(4, 4, 3, 3, dtype=torch.int8), requires_grad=False)
@@ -75,6 +81,7 @@ def with_computed_bias() -> nn.Module:
         (lambda: prune.l1_unstructured(plain(), "bias", amount=2), "make it permanent first"),
         (lambda: nn.LazyConv2d(4, 3), "LazyConv2d has no shape yet; run one forward pass first"),
         (frozen, "its weight is frozen (requires_grad=False)"),
+        (with_frozen_bias, "its bias is frozen (requires_grad=False)"),
         (lambda: plain(device="meta"), "its weight is on the meta device"),
         (integer, "its weight is torch.int8, not floating point"),
         (complex_valued, "its weight is torch.complex64, not floating point"),
@@ -96,6 +103,7 @@ def with_computed_bias() -> nn.Module:
         "pruned bias",
         "lazy",
         "frozen",
+        "frozen bias",
         "meta",
         "integer",
         "complex",
@@ -437,3 +445,23 @@ def test_sharded_weights_and_wrappers_are_refused_by_name():
         dyrep.expand_(model, "0", optimizer=ZeroRedundancyOptimizer(model.parameters(), lr=0.1))
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(DTensor))
     assert dyrep.targets(model)[0].reason == "its weight is sharded over several processes (DTensor)"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_conv_in_a_scripted_part_is_listed_and_refused_and_the_others_grow(how):
+    part, x = nn.Sequential(plain(), nn.ReLU()), torch.randn(2, 4, 8, 8)
+    model = nn.Sequential(plain(), torch.jit.script(part) if how == "script" else torch.jit.trace(part, x))
+    good, scripted = dyrep.targets(model)
+    assert (good.name, good.eligible) == ("0", True)
+    assert (scripted.name, scripted.eligible) == ("1.0", False)
+    assert "part of a TorchScript module, whose code is fixed; use the module" in scripted.reason
+    with pytest.raises(
+        IneligibleLayerError, match=r"layer '1\.0' cannot be expanded: it is part of a TorchScript module"
+    ):
+        dyrep.expand_(model, ["0", "1.0"])
+    with pytest.raises(BranchError, match=r"layer '1\.0' has no branches to cut"):
+        dyrep.cut_(model, "1.0")
+    output = eval_output(model, x)
+    dyrep.expand_(model, "0", gamma=0.5)
+    assert relative_change(eval_output(dyrep.deploy(model), x), output) <= 1e-4

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import dyrep
 from dyrep.block import RepConv
-from dyrep.errors import ConfigError, DyRepError, UnreachedLayerError
+from dyrep.errors import ConfigError, DyRepError, IneligibleLayerError, UnreachedLayerError
 from dyrep.execution import dispatch
 from dyrep.surgery import timing
 from dyrep.surgery.timing import LayerTimes, measure_executions, median_ms
@@ -346,3 +347,11 @@ def test_a_gpu_times_itself():
         assert times.reason.startswith("exact, ")
         assert min(times.plain_ms, *times.ms.values()) > 0
         assert len(set(times.ms.values())) == 3
+
+
+def test_block_with_a_pruned_kernel_has_no_plain_convolution_to_compare_with():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1))
+    dyrep.expand_(model, "0", ["1x1"])
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    with pytest.raises(IneligibleLayerError, match=r"^layer '0' cannot be folded: its weight is computed"):
+        dyrep.measure_executions(model, torch.randn(2, 4, 8, 8), repeats=1)

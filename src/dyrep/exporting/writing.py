@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import statistics
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dyrep.block import RepConv
+from dyrep.copying import copied
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.execution import eagerly
 from dyrep.exporting.formats import OPEN, Runner, Traced, check_weights, format_of, reason_of, require_packages
@@ -92,7 +92,7 @@ def export(
     traced_batch = _TRACED_BATCH if dynamic_batch else len(example[0])
     sizes = _CHECKED_BATCHES if dynamic_batch else (traced_batch,)
     with preserved_randomness(model), eagerly(), torch.autocast("cpu", enabled=False):
-        evolved = copy.deepcopy(model).to("cpu", torch.float32).eval()
+        evolved = copied(model).to("cpu", torch.float32).eval()
         plain = deploy(evolved)
         random = torch.Generator().manual_seed(0)
         # what is traced with is kept in the file: not the user's data, and not much of it

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import math
 
 import torch
 from torch import nn
 
 from dyrep.algebra import fuse_norm
+from dyrep.copying import copied
 from dyrep.errors import ConfigError
 
 
@@ -104,7 +104,7 @@ def fold_norms(model: nn.Module) -> nn.Sequential:
             _absorb_norm_(conv, layer, name)
             conv = None
         else:
-            conv = copy.deepcopy(layer)
+            conv = copied(layer)
             folded.add_module(name, conv)
     return folded.train(model.training)
 

@@ -24,7 +24,7 @@ from dyrep.surgery.assembly import attach_, join_
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
 from dyrep.surgery.optimizer import check_holds, check_optimizer, remove_
 from dyrep.surgery.preserve import Forward
-from dyrep.surgery.targets import require_growable, resolve
+from dyrep.surgery.targets import require_foldable, require_growable, resolve
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import forget_compiled, unwrap
 
@@ -199,6 +199,7 @@ def cut_(
 
     Raises:
         BranchError: a layer does not have such a branch.
+        IneligibleLayerError: a weight that would be read or rewritten has become a computed one, by pruning perhaps.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)).eval()
@@ -213,6 +214,7 @@ def cut_(
     model = unwrap(model)
     convs = resolve(model, names)
     doomed = {name: _present_branches(name, conv, branches) for name, conv in convs.items()}
+    require_foldable(convs, doomed)
     if optimizer is not None:
         check_optimizer(optimizer)
     before = Snapshot(convs.values(), optimizer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dyrep.block import REPLACES, RepConv, as_plain_
+from dyrep.copying import copied
 from dyrep.errors import DyRepError
 from dyrep.surgery.preserve import Forward, device_of, preserved, run_batch
+from dyrep.surgery.targets import require_foldable
 from dyrep.surgery.wrappers import bare, forget_compiled
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -32,6 +33,10 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     Returns:
         The plain model, in the modes it had.
 
+    Raises:
+        DyRepError: a block cannot be folded, because its weight has become a computed one (by pruning, weight norm
+            or a parametrization), or belongs to a larger model; nothing has been changed then.
+
     Example:
         >>> from dyrep.surgery.edits import expand_
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
@@ -41,7 +46,8 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
         True
     """
     _check_whole(bare(model))
-    plain = bare(model) if inplace else copy.deepcopy(bare(model))
+    require_foldable(dict(bare(model).named_modules()))
+    plain = bare(model) if inplace else copied(bare(model))
     for block in [module for module in plain.modules() if isinstance(module, RepConv)]:
         if isinstance(block, RepConv):  # a block inside a branch is gone with its parent
             as_plain_(block)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,13 +11,14 @@ from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
 from dyrep.branches import ORIGIN
+from dyrep.copying import copied
 from dyrep.errors import BranchError, StructureError
 from dyrep.geometry import PLAIN_CONVS
 from dyrep.passing import PassedNorm
 from dyrep.surgery.assembly import Blueprint, assemble_, attach_, norm_names
 from dyrep.surgery.edits import cut_
 from dyrep.surgery.optimizer import check_holds, check_optimizer
-from dyrep.surgery.targets import is_inside, require_eligible, targets
+from dyrep.surgery.targets import is_inside, require_eligible, require_foldable, targets
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, forget_compiled, sync_group, unwrap
 
@@ -81,6 +81,7 @@ def restructure_(
     Raises:
         StructureError: the description is malformed or names layers that this model does not have; nothing has been
             changed then.
+        IneligibleLayerError: a layer's weight would have to be rewritten and cannot be; all is as it was then.
 
     Example:
         >>> from dyrep.surgery.edits import expand_
@@ -140,10 +141,11 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         theirs, ours = source.get_submodule(name), inner.get_submodule(name)
         assert isinstance(theirs, RepConv)
         has = _branch_names(ours)
-        missing = {b: copy.deepcopy(m) for b, m in theirs.branch_modules().items() if b not in has}
+        missing = {b: copied(m) for b, m in theirs.branch_modules().items() if b not in has}
         _check_followable(name, ours, theirs)
         if missing:
-            attach_(ours, missing, copy.deepcopy(theirs.origin_norm))
+            require_foldable({name: ours}, {name: ()})  # its kernel is rewritten
+            attach_(ours, missing, None if theirs.origin_norm is None else copied(theirs.origin_norm))
         assert isinstance(ours, RepConv)
         _reorder_(ours, theirs.branches)
         for part in (ours.branches, ours.origin_norm):

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from dyrep.block import RepConv
+from dyrep.block import RepConv, why_computed
 from dyrep.branches import branch_options
 from dyrep.errors import IneligibleLayerError, UnknownLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.scaling import ChannelScale, GatedNorm
 from dyrep.surgery.wrappers import unwrap
 
+_SCRIPTED_CONVS = [f"{kind}{n}d" for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3)]
 _SELF_FOLDING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
@@ -87,7 +88,7 @@ def targets(model: nn.Module) -> list[Target]:
             parents,
         )
         for name, module in model.named_modules()
-        if isinstance(module, _ConvNd)
+        if _is_conv(module)
     ]
 
 
@@ -102,11 +103,11 @@ def resolve(model: nn.Module, names: str | Iterable[str]) -> dict[str, nn.Module
         try:
             module = model.get_submodule(name)
         except AttributeError:
-            convs = [n for n, m in model.named_modules() if isinstance(m, _ConvNd)]
+            convs = [n for n, m in model.named_modules() if _is_conv(m)]
             close = difflib.get_close_matches(name, convs, n=3, cutoff=0.4)
             hint = f"did you mean {', '.join(close)}?" if close else "dyrep.targets(model) lists all"
             raise UnknownLayerError(f"the model has no layer {name!r}; {hint}") from None
-        if not isinstance(module, _ConvNd):
+        if not _is_conv(module):
             raise UnknownLayerError(
                 f"layer {name!r} is a {type(module).__name__}, not a convolution; dyrep.targets(model) lists all"
             )
@@ -133,10 +134,24 @@ def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
             raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
 
 
+def require_foldable(blocks: Mapping[str, nn.Module], branches: Mapping[str, Collection[str]] | None = None) -> None:
+    """Raise unless these blocks, by their names, can be folded: weights may have become computed since they grew.
+
+    Args:
+        blocks: the blocks; anything else is passed over.
+        branches: which of their branches are to be folded (default: all).
+    """
+    for name, block in blocks.items():
+        if isinstance(block, RepConv):
+            for part, reason in block.unfoldable(None if branches is None else branches[name]).items():
+                layer = ".".join(filter(None, (name, part)))
+                raise IneligibleLayerError(f"layer {layer!r} cannot be folded: {reason}")
+
+
 def refusals(model: nn.Module) -> dict[str, str]:
     """Convolutions that cannot be operated on exactly, and why."""
     holders = _weight_holders(model)
-    found = {name: _refusal(module, holders) for name, module in model.named_modules() if isinstance(module, _ConvNd)}
+    found = {name: _refusal(module, holders) for name, module in model.named_modules() if _is_conv(module)}
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -189,7 +204,7 @@ def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict
         left_out=left_out,
         present=present,
         depth=depth,
-        kernel_size=tuple(conv.kernel_size),  # type: ignore[arg-type]
+        kernel_size=tuple(getattr(conv, "kernel_size", ())),  # a traced one does not know
         note=note,
     )
 
@@ -197,14 +212,12 @@ def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict
 def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
     """Why a convolution cannot be operated on exactly; empty if it can."""
     kind = type(conv).__name__
+    if isinstance(conv, torch.jit.ScriptModule):
+        return "it is part of a TorchScript module, whose code is fixed; use the module that one was made from"
     if isinstance(conv, _ConvTransposeNd):
         return f"{kind} is a transposed convolution, which the branches do not fold into"
-    computed = [name for name in ("weight", "bias") if name not in conv._parameters]
-    if computed:
-        return (
-            f"its {' and '.join(computed)} is computed (parametrization, weight norm, spectral norm or pruning), so it "
-            "cannot be rewritten; make it permanent first"
-        )
+    if computed := why_computed(conv):
+        return computed
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
         return f"{kind} has no shape yet; run one forward pass first"
     if not isinstance(conv, RepConv) and type(conv) not in PLAIN_CONVS:
@@ -225,11 +238,22 @@ def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str
         return f"its weight is {weight.dtype}, not floating point"
     if not weight.requires_grad:
         return "its weight is frozen (requires_grad=False); unfreeze it, or leave the layer out"
+    if isinstance(conv.bias, torch.Tensor) and not conv.bias.requires_grad:
+        return (
+            "its bias is frozen (requires_grad=False) and would take over what branches learn to add; unfreeze it, or "
+            "leave the layer out"
+        )
     for name, parameter in conv.named_parameters(recurse=False):
         others = [type(m).__name__ for m in holders.get(id(parameter), ()) if m is not conv]
         if others:
             return f"its {name} is shared with another module ({', '.join(others)}), which would change too"
     return ""
+
+
+def _is_conv(module: nn.Module) -> bool:
+    """Whether a module is a convolution, or was one before TorchScript compiled it."""
+    scripted = isinstance(module, torch.jit.ScriptModule) and module.original_name in _SCRIPTED_CONVS
+    return scripted or isinstance(module, _ConvNd)
 
 
 def _kind_of(conv: nn.Module) -> str:

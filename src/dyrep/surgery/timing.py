@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import statistics
@@ -18,11 +17,12 @@ from torch import Tensor, nn
 
 from dyrep.block import RepConv
 from dyrep.checking import require_whole
+from dyrep.copying import copied
 from dyrep.errors import DyRepError, UnreachedLayerError
 from dyrep.execution import EXECUTIONS, Clock, Execution, choose, dispatch
 from dyrep.execution.settings import SETTLING_STEPS
 from dyrep.surgery.preserve import Forward, preserved, run_batch
-from dyrep.surgery.targets import is_inside
+from dyrep.surgery.targets import is_inside, require_foldable
 from dyrep.surgery.wrappers import bare
 from dyrep.wording import beginning
 
@@ -101,6 +101,7 @@ def measure_executions(
         Execution(name)  # raises unless there is such a one
     require_whole("repeats", repeats, 1)
     model = bare(model)
+    require_foldable(dict(model.named_modules()))  # else there is no plain convolution to compare with
     inputs = _inputs(model, batch, forward)
     return [_measure(model, name, inputs.pop(name), executions, repeats) for name in list(inputs)]
 
@@ -192,7 +193,7 @@ def _copy(block: RepConv) -> RepConv:
         memo.update((id(hooks), OrderedDict()) for key, hooks in vars(module).items() if "_hooks" in key)
         group = getattr(module, "process_group", None)
         memo[id(group)] = group  # which cannot be copied
-    return copy.deepcopy(block, memo)
+    return copied(block, memo)
 
 
 def _way(block: RepConv, x: Tensor, execution: str) -> str:
