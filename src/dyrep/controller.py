@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import policy
+from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
@@ -23,6 +24,7 @@ from dyrep.errors import (
     ConfigError,
     EditRolledBackWarning,
     SettingsChangedWarning,
+    StructureError,
     UnreachedLayerError,
 )
 from dyrep.events import EventLog
@@ -37,12 +39,16 @@ from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
-from dyrep.surgery.structure import follow_, importances, restructure_, structure
+from dyrep.surgery.structure import check_copy, follow_, importances, inside, restructure_, structure
 from dyrep.surgery.targets import Target
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
 
 FORMAT = 1
+_AN_AVERAGE = (
+    "give a moving average of the model (torch.optim.swa_utils.AveragedModel, a copy of the model, or what keeps one "
+    "as .module), or several in a list; leave ema out if there is none"
+)
 
 
 class DyRep:
@@ -108,7 +114,7 @@ class DyRep:
         self.step = 0
         self.updates = 0
         self._forward = forward
-        self._averages = [ema] if isinstance(ema, nn.Module) else list(ema)
+        self._averages = _averages(ema, bare(model))
         self._wrap = wrap
         self._distributed = distributed
         self._execution = {"execution": execution} if isinstance(execution, str) else execution
@@ -189,7 +195,11 @@ class DyRep:
                 raise
         done = [_explained(edit, scores, strengths) for edit in guard.done]
         if done:
-            self._spread(model)
+            try:
+                self._spread(model)
+            except BaseException:
+                guard.undo_all()
+                raise
         self.scorer.watch(self._candidates.operations())
         self.updates += 1
         self._log.write(
@@ -361,16 +371,27 @@ class DyRep:
             guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self.optimizer))  # noqa: B023
 
     def _spread(self, model: nn.Module) -> None:
-        """Let everything that depends on the set of parameters follow a change of structure."""
-        self._run_blocks(model)
-        for average in self._averages:
-            follow_(average, model)
-        if self._wrap is not None:
-            self.model = self._wrap(model)
-            return
-        ddp = find_ddp(self.model)
-        if ddp is not None:
-            rewrap_ddp_(ddp)
+        """Let everything that depends on the set of parameters follow a change of structure.
+
+        After an error averages and the wrapper are as they were; the model itself is for the caller to put back.
+        """
+        before = [_before_following(average, model) for average in self._averages]
+        executions = [(block, block.execution) for block in model.modules() if isinstance(block, RepConv)]
+        try:
+            self._run_blocks(model)
+            for average in self._averages:
+                follow_(average, model)
+            ddp = find_ddp(self.model)
+            if self._wrap is not None:
+                self.model = self._wrap(model)
+            elif ddp is not None:
+                rewrap_ddp_(ddp)
+        except BaseException:
+            for snapshot in before:
+                snapshot.restore_()
+            for block, execution in executions:
+                block.execution = execution
+            raise
 
     def _run_blocks(self, model: nn.Module) -> None:
         if self._execution is not None:
@@ -386,6 +407,29 @@ class DyRep:
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""
         return (self.config.seed * 1_000_003 + self.updates) * 2 + stream
+
+
+def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:
+    """The moving averages given, each of which has to be one of this model."""
+    single = isinstance(getattr(ema, "module", ema), nn.Module)
+    if not single and not isinstance(ema, Iterable):
+        raise ConfigError(f"ema={ema!r}: {_AN_AVERAGE}")
+    averages = [ema] if single else list(ema)
+    for average in averages:
+        if not isinstance(getattr(average, "module", average), nn.Module):
+            raise ConfigError(f"ema: a {type(average).__name__} is among the averages; {_AN_AVERAGE}")
+        try:
+            check_copy(average, model)
+        except StructureError as error:
+            raise StructureError(f"ema: {error}") from error
+    return averages
+
+
+def _before_following(average: nn.Module, model: nn.Module) -> Snapshot:
+    """What an average looks like before it takes on the structure of the model."""
+    inner = inside(average)
+    blocks = {**structure(inner)["blocks"], **structure(model)["blocks"]}
+    return Snapshot([module for name, module in inner.named_modules() if name in blocks], None)
 
 
 def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:
