@@ -96,6 +96,13 @@ def test_refusals_name_the_reason_and_the_remedy():
         DyRep(model, object())
     with pytest.raises(WrappedModelError, match="DataParallel"):
         DyRep(nn.DataParallel(model), optimizer)
+    for nothing in (None, "model", model.state_dict()):
+        with pytest.raises(WrappedModelError, match=r"is not a torch\.nn\.Module: pass the model itself"):
+            DyRep(nothing, optimizer)
+    with pytest.raises(ConfigError, match=r"config is a dict: pass DyRepConfig\(\*\*settings\), or .*from_dict"):
+        DyRep(model, optimizer, {"interval": 1})
+    with pytest.raises(ConfigError, match="config is a int: pass a DyRepConfig"):
+        DyRep(model, optimizer, 5)
     with pytest.raises(CheckpointError, match="not a DyRep state"):
         DyRep(model, optimizer).load_state_dict({"epoch": 3})
 

@@ -18,6 +18,7 @@ from dyrep import policy
 from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
+from dyrep.checking import is_whole
 from dyrep.config import DyRepConfig
 from dyrep.errors import (
     CheckpointError,
@@ -39,12 +40,24 @@ from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
-from dyrep.surgery.structure import check_copy, follow_, importances, inside, restructure_, structure
+from dyrep.surgery.structure import check_copy, follow_, importances, inside, restructure_, structure, touched
 from dyrep.surgery.targets import Target
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
 
 FORMAT = 1
+_STATE: dict[str, tuple[str, ...] | None] = {
+    "config": (),
+    "structure": ("format", "blocks"),
+    "optimizer": ("format", "groups", "state"),
+    "scorer": ("metrics", "names", "sums", "counts", "step"),
+    "counters": ("epoch", "step", "updates"),
+    "rejected": (),
+    "plain_macs": None,
+    "next_event": None,
+}
+"""Parts of a state, and what has to be in them where they are dicts."""
+
 _AN_AVERAGE = (
     "give a moving average of the model (torch.optim.swa_utils.AveragedModel, a copy of the model, or what keeps one "
     "as .module), or several in a list; leave ema out if there is none"
@@ -107,7 +120,7 @@ class DyRep:
         execution: str | Mapping[str, Any] | None = None,
         distributed: bool | None = None,
     ) -> None:
-        self.config = DyRepConfig() if config is None else config
+        self.config = _checked_config(config)
         self.model = model
         self.optimizer = optimizer
         self.epoch = 0
@@ -255,20 +268,21 @@ class DyRep:
         Call this before ``model.load_state_dict``, which needs the structure to be there.
 
         Raises:
-            DyRepError: the state does not fit; message says where.
+            DyRepError: the state does not fit; message says where. Nothing has been changed then.
         """
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise CheckpointError(f"not a DyRep state of format {FORMAT}; pass what DyRep.state_dict() returned")
+        _check_state(state)
         model = bare(self.model)
-        blocks = {**structure(model)["blocks"], **state["structure"]["blocks"]}
-        before = Snapshot([m for name, m in model.named_modules() if name in blocks], self.optimizer)
+        before = Snapshot(touched(model, state["structure"]), self.optimizer)
+        options = [_options(group) for group in self.optimizer.param_groups]
         try:
             restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
             load_state_by_name_(self.optimizer, model, state["optimizer"])
+            self._spread(model)
         except BaseException:
             before.restore_()
+            for group, earlier in zip(self.optimizer.param_groups, options, strict=True):
+                group.update(earlier)
             raise
-        self._spread(model)
         self._candidates.rejected = dict(state["rejected"])
         self.scorer.watch(self._candidates.operations())
         self.scorer.load_state_dict(state["scorer"])
@@ -407,6 +421,44 @@ class DyRep:
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""
         return (self.config.seed * 1_000_003 + self.updates) * 2 + stream
+
+
+def _checked_config(config: Any) -> DyRepConfig:
+    if config is None:
+        return DyRepConfig()
+    if isinstance(config, Mapping):
+        raise ConfigError(
+            "config is a dict: pass DyRepConfig(**settings), or DyRepConfig.from_dict(settings) for what was read "
+            "from a file"
+        )
+    if not isinstance(config, DyRepConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: pass a DyRepConfig")
+    return config
+
+
+def _check_state(state: Any) -> None:
+    """Raise unless everything that loading reads is there."""
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise CheckpointError(f"not a DyRep state of format {FORMAT}; pass what DyRep.state_dict() returned")
+    for part, keys in _STATE.items():
+        if part not in state:
+            raise CheckpointError(f"the DyRep state lacks {part!r}; pass what DyRep.state_dict() returned")
+        if keys is None:
+            continue
+        if not isinstance(state[part], Mapping):
+            raise CheckpointError(f"{part!r} of the DyRep state must be a dict, got {type(state[part]).__name__}")
+        lost = [key for key in keys if key not in state[part]]
+        if lost:
+            raise CheckpointError(f"{part!r} of the DyRep state lacks {lost[0]!r}: is the file damaged?")
+    whole = {**{name: state["counters"][name] for name in _STATE["counters"] or ()}, "next_event": state["next_event"]}
+    for name, value in whole.items():
+        if not is_whole(value, 0):
+            raise CheckpointError(f"{name!r} of the DyRep state must be a whole number of at least 0, got {value!r}")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group of parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:

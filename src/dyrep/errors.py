@@ -36,7 +36,7 @@ class OptimizerError(DyRepError, ValueError):
 
 
 class WrappedModelError(DyRepError, TypeError):
-    """A model inside a wrapper that does not survive a change of structure."""
+    """A model inside a wrapper that does not survive a change of structure, or something that is no model."""
 
 
 class StructureError(DyRepError, ValueError):

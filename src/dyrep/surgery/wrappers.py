@@ -18,8 +18,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module to operate on: a compiled model's original. Other wrappers are refused with the reason.
 
     Raises:
-        WrappedModelError: the model is wrapped in something that does not survive a change of structure.
+        WrappedModelError: the model is wrapped in something that does not survive a change of structure, or is none.
     """
+    if not isinstance(model, nn.Module):
+        raise WrappedModelError(f"{type(model).__name__} is not a torch.nn.Module: pass the model itself")
     if isinstance(model, DistributedDataParallel):
         raise WrappedModelError(
             "the model is wrapped in DistributedDataParallel, which would not synchronise new parameters: "
