@@ -1,6 +1,7 @@
 """What an update does when something is wrong."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dyrep.errors import (
     DyRepError,
     EditRolledBackWarning,
     IneligibleLayerError,
+    NoUpdateWarning,
     OptimizerError,
     StructureError,
     WrappedModelError,
@@ -266,3 +268,29 @@ def test_an_average_with_other_branches_or_without_a_head_will_do():
     train_epoch(model, optimizer, BATCHES)
     assert controller.epoch_end(BATCHES)
     assert dyrep.structure(average) == dyrep.structure(headless) == dyrep.structure(model)
+
+
+def test_epochs_that_end_while_steps_should_count_warn_once():
+    model, optimizer, controller = start(unit="step", interval=2)
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.warns(NoUpdateWarning, match=r"call step_end\(loader\) after every optimizer step, or set unit='epoch'"):
+        assert controller.epoch_end(BATCHES) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        controller.epoch_end(BATCHES)
+
+
+def test_loops_that_call_both_are_not_warned():
+    for unit in ("step", "epoch"):
+        model, optimizer, controller = start(unit=unit, interval=100)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                train_epoch(model, optimizer, BATCHES)
+                controller.step_end(BATCHES)
+                controller.epoch_end(BATCHES)
+        resumed = start(unit=unit, interval=100)[2]
+        resumed.load_state_dict(controller.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            resumed.epoch_end(BATCHES)

@@ -24,6 +24,7 @@ from dyrep.errors import (
     CheckpointError,
     ConfigError,
     EditRolledBackWarning,
+    NoUpdateWarning,
     SettingsChangedWarning,
     StructureError,
     UnreachedLayerError,
@@ -126,6 +127,7 @@ class DyRep:
         self.epoch = 0
         self.step = 0
         self.updates = 0
+        self._warned = False
         self._forward = forward
         self._averages = _averages(ema, bare(model))
         self._wrap = wrap
@@ -152,6 +154,8 @@ class DyRep:
     def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Call after every epoch; updates the structure if that is due.
 
+        With ``unit="step"`` that is for `step_end` to do; if that was never called, this warns once.
+
         Args:
             batches: training batches for calibration, the training loader as a rule. A loader's position and random
                 numbers are not disturbed.
@@ -160,6 +164,14 @@ class DyRep:
             What was changed; empty when nothing was.
         """
         self.epoch += 1
+        if self.config.unit == "step" and not self.step and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the settings count steps (unit='step') and an epoch has ended without a step counted, so no update "
+                "will ever be due: call step_end(loader) after every optimizer step, or set unit='epoch'",
+                NoUpdateWarning,
+                stacklevel=2,
+            )
         due = self.config.unit == "epoch" and self.config.is_due(self.epoch)
         return self.update(batches) if due else []
 

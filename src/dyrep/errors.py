@@ -65,3 +65,7 @@ class EditRolledBackWarning(UserWarning):
 
 class SettingsChangedWarning(UserWarning):
     """A run that goes on with other settings than it was saved with."""
+
+
+class NoUpdateWarning(UserWarning):
+    """Calls that never lead to an update, because the settings count something else."""
