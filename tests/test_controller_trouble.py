@@ -76,6 +76,17 @@ def test_an_edit_that_changes_the_function_is_rolled_back_reported_and_training_
     train_epoch(model, optimizer, BATCHES)
 
 
+def test_without_batches_nothing_is_measured_and_the_edit_is_made():
+    torch.manual_seed(0)
+    model = ReadsWeight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    train_epoch(model, optimizer, BATCHES)
+    (edit,) = controller.epoch_end()
+    assert edit.layer == "conv"
+    assert not {"drift", "train_drift"} & set(edit.detail)
+
+
 def test_empty_batches_are_an_error_and_change_nothing():
     model, optimizer, controller = start()
     train_epoch(model, optimizer, BATCHES)

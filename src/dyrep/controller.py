@@ -158,7 +158,8 @@ class DyRep:
 
         Args:
             batches: training batches for calibration, the training loader as a rule. A loader's position and random
-                numbers are not disturbed.
+                numbers are not disturbed. Edits are measured on the first of them; without any, they are made
+                unmeasured.
 
         Returns:
             What was changed; empty when nothing was.
