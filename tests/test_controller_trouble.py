@@ -16,7 +16,9 @@ from dyrep.errors import (
     DyRepError,
     EditRolledBackWarning,
     IneligibleLayerError,
+    NoUpdateWarning,
     OptimizerError,
+    StructureError,
     WrappedModelError,
 )
 from training import loss_of, make_batches, make_net, start, train_epoch
@@ -97,6 +99,17 @@ def test_an_edit_that_changes_the_function_is_rolled_back_reported_and_training_
     train_epoch(model, optimizer, BATCHES)
 
 
+def test_without_batches_nothing_is_measured_and_the_edit_is_made():
+    torch.manual_seed(0)
+    model = ReadsWeight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    train_epoch(model, optimizer, BATCHES)
+    (edit,) = controller.epoch_end()
+    assert edit.layer == "conv"
+    assert not {"drift", "train_drift"} & set(edit.detail)
+
+
 def test_empty_batches_are_an_error_and_change_nothing():
     model, optimizer, controller = start()
     train_epoch(model, optimizer, BATCHES)
@@ -119,6 +132,13 @@ def test_refusals_name_the_reason_and_the_remedy():
         DyRep(model, object())
     with pytest.raises(WrappedModelError, match="DataParallel"):
         DyRep(nn.DataParallel(model), optimizer)
+    for nothing in (None, "model", model.state_dict()):
+        with pytest.raises(WrappedModelError, match=r"is not a torch\.nn\.Module: pass the model itself"):
+            DyRep(nothing, optimizer)
+    with pytest.raises(ConfigError, match=r"config is a dict: pass DyRepConfig\(\*\*settings\), or .*from_dict"):
+        DyRep(model, optimizer, {"interval": 1})
+    with pytest.raises(ConfigError, match="config is a int: pass a DyRepConfig"):
+        DyRep(model, optimizer, 5)
     with pytest.raises(CheckpointError, match="not a DyRep state"):
         DyRep(model, optimizer).load_state_dict({"epoch": 3})
 
@@ -197,3 +217,114 @@ def test_multiply_adds_cannot_be_counted_without_batches():
     train_epoch(model, optimizer, BATCHES)
     with pytest.raises(ConfigError, match="per_mac and macs_limit have to run the model"):
         controller.update()
+
+
+def everything(model, optimizer, average):
+    """What an update must not leave changed after an error."""
+    states = {**model.state_dict(), **{f"average.{key}": value for key, value in average.state_dict().items()}}
+    params = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    return copy.deepcopy(states), params, [type(m) for m in (*model.modules(), *average.modules())]
+
+
+def assert_unchanged(before, model, optimizer, average):
+    states, params, types = everything(model, optimizer, average)
+    assert list(states) == list(before[0])
+    assert all(torch.equal(value, states[key]) for key, value in before[0].items())
+    assert (params, types) == before[1:]
+
+
+@pytest.mark.parametrize("grown", [False, True])
+@pytest.mark.parametrize("culprit", ["average", "wrap"])
+def test_an_error_while_a_change_spreads_undoes_the_update_and_what_followed_it(culprit, grown):
+    model, optimizer, _ = start()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    settings = DyRepConfig(interval=1, score="snip", calibration_batches=2)
+    failing = []
+
+    def wrap(bare):
+        if culprit in failing:
+            raise MemoryError
+        return bare
+
+    second = copy.deepcopy(model)
+    controller = DyRep(model, optimizer, settings, ema=[average, second], wrap=wrap)
+    if grown:
+        train_epoch(model, optimizer, BATCHES)
+        assert controller.epoch_end(BATCHES)
+    train_epoch(model, optimizer, BATCHES)
+    failing.append(culprit)
+    whole = copy.deepcopy(second)
+    if culprit == "average":  # the first one has followed by then
+        for name in [name for name, m in second.named_children() if isinstance(m, nn.Conv2d)]:
+            del second[int(name)].stride
+    before, updates = everything(model, optimizer, average), controller.updates
+    with pytest.raises(MemoryError if culprit == "wrap" else AttributeError):
+        controller.epoch_end(BATCHES)
+    assert_unchanged(before, model, optimizer, average)
+    assert controller.updates == updates
+    failing.clear()
+    controller._averages[1] = whole
+    assert controller.update(BATCHES)  # what was scored is still there
+    train_epoch(model, optimizer, BATCHES)
+
+
+def test_an_average_that_is_none_of_this_model_is_refused_by_name():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in (None, 3, "ema", [model.state_dict()], {"ema": copy.deepcopy(model)}):
+        with pytest.raises(ConfigError, match=r"ema.*give a moving average of the model"):
+            DyRep(model, optimizer, ema=wrong)
+    short = torch.optim.swa_utils.AveragedModel(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False)))
+    with pytest.raises(StructureError, match=r"ema: layer '3' of the copy does not exist.*make the copy from"):
+        DyRep(model, optimizer, ema=short)
+    other = copy.deepcopy(model)
+    other[3] = nn.Linear(8, 8)
+    with pytest.raises(StructureError, match=r"layer '3' of the copy is a Linear, and the model's is a convolution"):
+        DyRep(model, optimizer, ema=other)
+    for key, different in {
+        "stride": nn.Conv2d(8, 8, 3, 2, 1),
+        "bias": nn.Conv2d(8, 8, 3, padding=1, bias=False),
+    }.items():
+        other[3] = different
+        with pytest.raises(StructureError, match=rf"layer '3' of the copy has {key}="):
+            DyRep(model, optimizer, ema=[copy.deepcopy(model), other])
+    assert dyrep.structure(model)["blocks"] == {}
+
+
+def test_an_average_with_other_branches_or_without_a_head_will_do():
+    model = make_net()
+    dyrep.expand_(model, "0", ["1x1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    average = make_net()
+    dyrep.expand_(average, "3", ["1x1"])
+    headless = make_net()[:-1]
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", max_depth=1), ema=(average, headless))
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES)
+    assert dyrep.structure(average) == dyrep.structure(headless) == dyrep.structure(model)
+
+
+def test_epochs_that_end_while_steps_should_count_warn_once():
+    model, optimizer, controller = start(unit="step", interval=2)
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.warns(NoUpdateWarning, match=r"call step_end\(loader\) after every .* or set unit='epoch'"):
+        assert controller.epoch_end(BATCHES) == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        controller.epoch_end(BATCHES)
+
+
+def test_loops_that_call_both_are_not_warned():
+    for unit in ("step", "epoch"):
+        model, optimizer, controller = start(unit=unit, interval=100)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                train_epoch(model, optimizer, BATCHES)
+                controller.step_end(BATCHES)
+                controller.epoch_end(BATCHES)
+        resumed = start(unit=unit, interval=100)[2]
+        resumed.load_state_dict(controller.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            resumed.epoch_end(BATCHES)

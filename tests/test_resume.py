@@ -1,12 +1,13 @@
 """Save, load and continue must equal never having stopped, bit for bit."""
 
+import copy
 import io
 
 import pytest
 import torch
 
 import dyrep
-from dyrep.errors import OptimizerError, SettingsChangedWarning
+from dyrep.errors import DyRepError, OptimizerError, SettingsChangedWarning
 from training import make_batches, start, train_epoch
 
 BATCHES = make_batches()
@@ -90,6 +91,52 @@ def test_a_state_whose_optimizer_does_not_fit_changes_nothing():
         other[2].load_state_dict(state)
     assert list(other[0].state_dict()) == before
     assert len(other[1].param_groups[0]["params"]) == len(list(other[0].parameters()))
+
+
+DAMAGES = {
+    "the DyRep state lacks 'config'": lambda state: [state.pop(key) for key in [*state][1:]],
+    "the DyRep state lacks 'scorer'": lambda state: state.pop("scorer"),
+    "'counters' of the DyRep state lacks 'step'": lambda state: state["counters"].pop("step"),
+    "'optimizer' of the DyRep state must be a dict, got list": lambda state: state.update(optimizer=[]),
+    "'next_event' of the DyRep state must be a whole number": lambda state: state.update(next_event="3"),
+    "'epoch' of the DyRep state must be a whole number": lambda state: state["counters"].update(epoch=None),
+    "not a structure of format 1": lambda state: state["structure"].update(blocks=[]),
+    "names layer '99', which this model does not have": lambda state: state["structure"]["blocks"].update(
+        {"99": {"branches": ["1x1"]}}
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_damaged_state_says_where_and_changes_nothing(message):
+    saved = start(**SETTINGS)
+    epochs(saved, 0, 3)
+    state = copy.deepcopy(saved[2].state_dict())
+    DAMAGES[message](state)
+    model, optimizer, controller = start(**SETTINGS)
+    before = list(model.state_dict())
+    with pytest.raises(DyRepError, match=message):
+        controller.load_state_dict(state)
+    assert list(model.state_dict()) == before
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    assert controller.epoch == 0
+
+
+def test_a_state_that_an_average_cannot_follow_changes_nothing():
+    saved = start(**SETTINGS)
+    epochs(saved, 0, 3)
+    model, optimizer, _ = start(**SETTINGS)
+    average = copy.deepcopy(model)
+    controller = dyrep.DyRep(model, optimizer, saved[2].config, ema=average)
+    del average[3].stride, average[5].stride, average[0].stride
+    state = saved[2].state_dict()
+    state["optimizer"]["groups"][0]["options"]["lr"] = 7.0
+    before = list(model.state_dict())
+    with pytest.raises(AttributeError):
+        controller.load_state_dict(state)
+    assert list(model.state_dict()) == list(average.state_dict()) == before
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
 def test_the_users_own_optimizer_state_dict_loads_after_the_controllers():

@@ -15,14 +15,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import policy
+from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
+from dyrep.checking import is_whole
 from dyrep.config import DyRepConfig
 from dyrep.errors import (
     CheckpointError,
     ConfigError,
     EditRolledBackWarning,
+    NoUpdateWarning,
     SettingsChangedWarning,
+    StructureError,
     UnreachedLayerError,
 )
 from dyrep.events import EventLog
@@ -37,12 +41,28 @@ from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
-from dyrep.surgery.structure import follow_, importances, restructure_, structure
+from dyrep.surgery.structure import check_copy, follow_, importances, inside, restructure_, structure, touched
 from dyrep.surgery.targets import Target
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
 
 FORMAT = 1
+_STATE: dict[str, tuple[str, ...] | None] = {
+    "config": (),
+    "structure": ("format", "blocks"),
+    "optimizer": ("format", "groups", "state"),
+    "scorer": ("metrics", "names", "sums", "counts", "step"),
+    "counters": ("epoch", "step", "updates"),
+    "rejected": (),
+    "plain_macs": None,
+    "next_event": None,
+}
+"""Parts of a state, and what has to be in them where they are dicts."""
+
+_AN_AVERAGE = (
+    "give a moving average of the model (torch.optim.swa_utils.AveragedModel, a copy of the model, or what keeps one "
+    "as .module), or several in a list; leave ema out if there is none"
+)
 
 
 class DyRep:
@@ -101,14 +121,15 @@ class DyRep:
         execution: str | Mapping[str, Any] | None = None,
         distributed: bool | None = None,
     ) -> None:
-        self.config = DyRepConfig() if config is None else config
+        self.config = _checked_config(config)
         self.model = model
         self.optimizer = optimizer
         self.epoch = 0
         self.step = 0
         self.updates = 0
+        self._warned = False
         self._forward = forward
-        self._averages = [ema] if isinstance(ema, nn.Module) else list(ema)
+        self._averages = _averages(ema, bare(model))
         self._wrap = wrap
         self._distributed = distributed
         self._execution = {"execution": execution} if isinstance(execution, str) else execution
@@ -133,14 +154,25 @@ class DyRep:
     def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Call after every epoch; updates the structure if that is due.
 
+        With ``unit="step"`` that is for `step_end` to do; if that was never called, this warns once.
+
         Args:
             batches: training batches for calibration, the training loader as a rule. A loader's position and random
-                numbers are not disturbed.
+                numbers are not disturbed. Edits are measured on the first of them; without any, they are made
+                unmeasured.
 
         Returns:
             What was changed; empty when nothing was.
         """
         self.epoch += 1
+        if self.config.unit == "step" and not self.step and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "the settings count steps (unit='step') and an epoch has ended without a step counted, so no update "
+                "will ever be due: call step_end(loader) after every optimizer step, or set unit='epoch'",
+                NoUpdateWarning,
+                stacklevel=2,
+            )
         due = self.config.unit == "epoch" and self.config.is_due(self.epoch)
         return self.update(batches) if due else []
 
@@ -189,7 +221,11 @@ class DyRep:
                 raise
         done = [_explained(edit, scores, strengths) for edit in guard.done]
         if done:
-            self._spread(model)
+            try:
+                self._spread(model)
+            except BaseException:
+                guard.undo_all()
+                raise
         self.scorer.watch(self._candidates.operations())
         self.updates += 1
         self._log.write(
@@ -245,20 +281,21 @@ class DyRep:
         Call this before ``model.load_state_dict``, which needs the structure to be there.
 
         Raises:
-            DyRepError: the state does not fit; message says where.
+            DyRepError: the state does not fit; message says where. Nothing has been changed then.
         """
-        if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-            raise CheckpointError(f"not a DyRep state of format {FORMAT}; pass what DyRep.state_dict() returned")
+        _check_state(state)
         model = bare(self.model)
-        blocks = {**structure(model)["blocks"], **state["structure"]["blocks"]}
-        before = Snapshot([m for name, m in model.named_modules() if name in blocks], self.optimizer)
+        before = Snapshot(touched(model, state["structure"]), self.optimizer)
+        options = [_options(group) for group in self.optimizer.param_groups]
         try:
             restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
             load_state_by_name_(self.optimizer, model, state["optimizer"])
+            self._spread(model)
         except BaseException:
             before.restore_()
+            for group, earlier in zip(self.optimizer.param_groups, options, strict=True):
+                group.update(earlier)
             raise
-        self._spread(model)
         self._candidates.rejected = dict(state["rejected"])
         self.scorer.watch(self._candidates.operations())
         self.scorer.load_state_dict(state["scorer"])
@@ -361,16 +398,27 @@ class DyRep:
             guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self.optimizer))  # noqa: B023
 
     def _spread(self, model: nn.Module) -> None:
-        """Let everything that depends on the set of parameters follow a change of structure."""
-        self._run_blocks(model)
-        for average in self._averages:
-            follow_(average, model)
-        if self._wrap is not None:
-            self.model = self._wrap(model)
-            return
-        ddp = find_ddp(self.model)
-        if ddp is not None:
-            rewrap_ddp_(ddp)
+        """Let everything that depends on the set of parameters follow a change of structure.
+
+        After an error averages and the wrapper are as they were; the model itself is for the caller to put back.
+        """
+        before = [_before_following(average, model) for average in self._averages]
+        executions = [(block, block.execution) for block in model.modules() if isinstance(block, RepConv)]
+        try:
+            self._run_blocks(model)
+            for average in self._averages:
+                follow_(average, model)
+            ddp = find_ddp(self.model)
+            if self._wrap is not None:
+                self.model = self._wrap(model)
+            elif ddp is not None:
+                rewrap_ddp_(ddp)
+        except BaseException:
+            for snapshot in before:
+                snapshot.restore_()
+            for block, execution in executions:
+                block.execution = execution
+            raise
 
     def _run_blocks(self, model: nn.Module) -> None:
         if self._execution is not None:
@@ -386,6 +434,67 @@ class DyRep:
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""
         return (self.config.seed * 1_000_003 + self.updates) * 2 + stream
+
+
+def _checked_config(config: Any) -> DyRepConfig:
+    if config is None:
+        return DyRepConfig()
+    if isinstance(config, Mapping):
+        raise ConfigError(
+            "config is a dict: pass DyRepConfig(**settings), or DyRepConfig.from_dict(settings) for what was read "
+            "from a file"
+        )
+    if not isinstance(config, DyRepConfig):
+        raise ConfigError(f"config is a {type(config).__name__}: pass a DyRepConfig")
+    return config
+
+
+def _check_state(state: Any) -> None:
+    """Raise unless everything that loading reads is there."""
+    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
+        raise CheckpointError(f"not a DyRep state of format {FORMAT}; pass what DyRep.state_dict() returned")
+    for part, keys in _STATE.items():
+        if part not in state:
+            raise CheckpointError(f"the DyRep state lacks {part!r}; pass what DyRep.state_dict() returned")
+        if keys is None:
+            continue
+        if not isinstance(state[part], Mapping):
+            raise CheckpointError(f"{part!r} of the DyRep state must be a dict, got {type(state[part]).__name__}")
+        lost = [key for key in keys if key not in state[part]]
+        if lost:
+            raise CheckpointError(f"{part!r} of the DyRep state lacks {lost[0]!r}: is the file damaged?")
+    whole = {**{name: state["counters"][name] for name in _STATE["counters"] or ()}, "next_event": state["next_event"]}
+    for name, value in whole.items():
+        if not is_whole(value, 0):
+            raise CheckpointError(f"{name!r} of the DyRep state must be a whole number of at least 0, got {value!r}")
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group of parameters."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:
+    """The moving averages given, each of which has to be one of this model."""
+    single = isinstance(getattr(ema, "module", ema), nn.Module)
+    if not single and not isinstance(ema, Iterable):
+        raise ConfigError(f"ema={ema!r}: {_AN_AVERAGE}")
+    averages = [ema] if single else list(ema)
+    for average in averages:
+        if not isinstance(getattr(average, "module", average), nn.Module):
+            raise ConfigError(f"ema: a {type(average).__name__} is among the averages; {_AN_AVERAGE}")
+        try:
+            check_copy(average, model)
+        except StructureError as error:
+            raise StructureError(f"ema: {error}") from error
+    return averages
+
+
+def _before_following(average: nn.Module, model: nn.Module) -> Snapshot:
+    """What an average looks like before it takes on the structure of the model."""
+    inner = inside(average)
+    blocks = {**structure(inner)["blocks"], **structure(model)["blocks"]}
+    return Snapshot([module for name, module in inner.named_modules() if name in blocks], None)
 
 
 def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:

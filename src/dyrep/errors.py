@@ -36,7 +36,7 @@ class OptimizerError(DyRepError, ValueError):
 
 
 class WrappedModelError(DyRepError, TypeError):
-    """A model inside a wrapper that does not survive a change of structure."""
+    """A model inside a wrapper that does not survive a change of structure, or something that is no model."""
 
 
 class StructureError(DyRepError, ValueError):
@@ -65,3 +65,7 @@ class EditRolledBackWarning(UserWarning):
 
 class SettingsChangedWarning(UserWarning):
     """A run that goes on with other settings than it was saved with."""
+
+
+class NoUpdateWarning(UserWarning):
+    """Calls that never lead to an update, because the settings count something else."""

@@ -193,3 +193,15 @@ def test_expanded_model_survives_deepcopy():
     assert {id(p) for p in twin.parameters()}.isdisjoint(id(p) for p in model.parameters())
     dyrep.cut_(twin, "conv1")
     assert isinstance(model.conv1, dyrep.RepConv2d)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_grown_model_can_be_traced_and_exported_and_a_deployed_one_scripted():
+    model, x = HandWritten().eval(), torch.randn(2, 3, 16, 16)
+    dyrep.expand_(model, ["conv1", "conv2", "conv3"], calibration=[x])
+    plain = dyrep.deploy(model)
+    with pytest.raises(ValueError, match="ModuleDict"):
+        torch.jit.script(model)
+    made = (torch.jit.trace(model, x), torch.export.export(model, (x,), strict=False).module(), torch.jit.script(plain))
+    for other in made:
+        assert relative_change(other(x), model(x)) <= 1e-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dyrep.block import RepConv, as_block_
 from dyrep.branches import ORIGIN
 from dyrep.copying import copied
 from dyrep.errors import BranchError, StructureError
-from dyrep.geometry import PLAIN_CONVS
+from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.passing import PassedNorm
 from dyrep.surgery.assembly import Blueprint, assemble_, attach_, norm_names
 from dyrep.surgery.edits import cut_
@@ -94,9 +95,7 @@ def restructure_(
     plans, now = _checked(model, wanted), _plans(model)
     if optimizer is not None:
         check_optimizer(optimizer)
-    norms = [plan.replaces for plan in plans.values() if plan.replaces is not None]
-    touched = [_find(model, name) for name in [*{**now, **plans}, *norms]]
-    before = Snapshot([module for module in touched if module is not None], optimizer)
+    before = Snapshot(touched(model, wanted), optimizer)
     try:
         for name in sorted(now, key=len, reverse=True):  # inner blocks have longer names
             if not _fits(now[name], plans.get(name)):
@@ -122,6 +121,9 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         copy_of_model: the copy, changed in place; wrappers that keep it as ``.module`` are looked through.
         model: the model it is a copy of.
 
+    Raises:
+        StructureError: it is no copy of this model; the message names the first layer that does not match.
+
     Example:
         >>> from dyrep.surgery.edits import expand_
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
@@ -130,7 +132,8 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         >>> structure(follow_(average, model).module) == structure(model)
         True
     """
-    inner, source = bare(getattr(copy_of_model, "module", copy_of_model)), bare(model)
+    check_copy(copy_of_model, model)
+    inner, source = inside(copy_of_model), bare(model)
     for name in sorted(structure(inner)["blocks"], key=len, reverse=True):
         ours, theirs = inner.get_submodule(name), _find(source, name)
         assert isinstance(ours, RepConv)
@@ -152,6 +155,55 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
             if part is not None:
                 part.requires_grad_(ours.weight.requires_grad).train(ours.training)
     return copy_of_model
+
+
+def inside(copy_of_model: nn.Module) -> nn.Module:
+    """The module that a moving average keeps as ``.module``, or a plain copy itself, without wrappers."""
+    return bare(getattr(copy_of_model, "module", copy_of_model))
+
+
+def check_copy(copy_of_model: nn.Module, model: nn.Module) -> None:
+    """Raise unless a copy has every convolution of a model, whatever branches either has.
+
+    Other layers may differ: a teacher that lacks a head of its student can follow it too.
+
+    Raises:
+        StructureError: it does not; the message names the first layer that does not match.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3))
+        >>> check_copy(torch.optim.swa_utils.AveragedModel(model), model)
+    """
+    inner, source = inside(copy_of_model), bare(model)
+    blocks = [name for name, module in source.named_modules() if isinstance(module, RepConv)]
+    for name, theirs in source.named_modules():
+        if not isinstance(theirs, PLAIN_CONVS) or any(is_inside(name, block) for block in blocks):
+            continue
+        ours = _find(inner, name)
+        if not isinstance(ours, PLAIN_CONVS):
+            has = "does not exist" if ours is None else f"is a {type(ours).__name__}"
+            raise StructureError(
+                f"layer {name!r} of the copy {has}, and the model's is a convolution: make the copy from this model"
+            )
+        facts, wanted = ({**asdict(ConvGeometry.of(m)), "bias": m.bias is not None} for m in (ours, theirs))
+        for key, value in facts.items():
+            if value != wanted[key]:
+                raise StructureError(
+                    f"layer {name!r} of the copy has {key}={value}, and the model's has {wanted[key]}: make the copy "
+                    "from this model"
+                )
+
+
+def touched(model: nn.Module, wanted: Mapping[str, Any]) -> list[nn.Module]:
+    """The modules that `restructure_` would change, to take a `Snapshot` of.
+
+    Raises:
+        StructureError: the description is malformed or names layers that this model does not have.
+    """
+    plans = _checked(model, wanted)
+    norms = [plan.replaces for plan in plans.values() if plan.replaces is not None]
+    found = [_find(model, name) for name in [*{**_plans(model), **plans}, *norms]]
+    return [module for module in found if module is not None]
 
 
 def prepare_(model: nn.Module) -> nn.Module:

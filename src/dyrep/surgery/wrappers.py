@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     """The module to operate on: a compiled model's original. Other wrappers are refused with the reason.
 
     Raises:
-        WrappedModelError: the model is wrapped in something that does not survive a change of structure.
+        WrappedModelError: the model is wrapped in something that does not survive a change of structure, or is none.
     """
+    if not isinstance(model, nn.Module):
+        raise WrappedModelError(f"{type(model).__name__} is not a torch.nn.Module: pass the model itself")
     if isinstance(model, DistributedDataParallel):
         raise WrappedModelError(
             "the model is wrapped in DistributedDataParallel, which would not synchronise new parameters: "
@@ -68,32 +71,91 @@ def forget_compiled() -> None:
 def rewrap_ddp_(wrapper: DistributedDataParallel) -> None:
     """Initialise a DistributedDataParallel wrapper again, in place, after its module's parameters changed.
 
-    The user's variable keeps pointing to it. Its settings and hooks are carried over.
+    The user's variable keeps pointing to it. Its settings and hooks are carried over, and so is what the user, or a
+    subclass, has stored on it. Whether it synchronised when it was built (``init_sync``) is not written down anywhere,
+    so parameters are synchronised again. After an error it is as it was.
     """
-    known: dict[str, Any] = {
-        "device_ids": wrapper.device_ids,
-        "output_device": wrapper.output_device,
-        "dim": wrapper.dim,
-        "broadcast_buffers": wrapper.broadcast_buffers,
-        "process_group": wrapper.process_group,
-        "bucket_cap_mb": wrapper.bucket_bytes_cap / 2**20,
-        "find_unused_parameters": wrapper.find_unused_parameters,
-        "gradient_as_bucket_view": wrapper.gradient_as_bucket_view,
-        "static_graph": wrapper.static_graph,
-        "mixed_precision": getattr(wrapper, "mixed_precision", None),
-    }
-    accepted = inspect.signature(DistributedDataParallel.__init__).parameters
-    # torch warns about some that are given at all, so those at their default are not
-    settings = {name: value for name, value in known.items() if name in accepted and value != accepted[name].default}
     module, before = wrapper.module, dict(wrapper.__dict__)
+    settings = {**_ddp_settings(wrapper), **_take_delayed_(wrapper)}
     wrapper.__dict__.clear()
-    wrapper.__init__(module, **settings)  # type: ignore[misc]
-    wrapper.training = before["training"]
-    for name, hooks in before.items():
-        if isinstance(hooks, dict) and "_hooks" in name:  # those of nn.Module, the user's
-            wrapper.__dict__[name].update(hooks)
-    for hook, state in before.get("_comm_hooks", ()):
-        wrapper.register_comm_hook(state, hook)
+    try:
+        with warnings.catch_warnings():
+            # of the ways to keep buffers as they are, the one that is in every version is deprecated in the latest
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            # a subclass may have arguments of its own, and what it made of them is carried over below
+            DistributedDataParallel.__init__(wrapper, module, **settings)
+        for hook, state in before.get("_comm_hooks", ()):
+            wrapper.register_comm_hook(state, hook)
+        if before.get("_require_manual_backward_finalization"):
+            wrapper.require_manual_backward_finalization = True  # type: ignore[misc]
+    except BaseException:
+        wrapper.__dict__.clear()
+        wrapper.__dict__.update(before)
+        if "param_to_hook_all_reduce" in settings:
+            settings["param_to_hook_all_reduce"].register_hook(wrapper._delayed_all_reduce_hook)
+        raise
+    _carry_over_(wrapper, before)
+
+
+def _ddp_settings(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    """The arguments a wrapper was made with, as far as they can be read from it and are not the usual ones."""
+    accepted = inspect.signature(DistributedDataParallel.__init__).parameters
+    # most are stored under their own name; these are not, or not as they were given
+    apart = {"self", "module", "device_mesh", "broadcast_buffers", "forward_sync_buffers"}
+    known = {name: getattr(wrapper, name, None) for name in accepted if name not in apart}
+    if not wrapper.bucket_bytes_cap_default:
+        known["bucket_cap_mb"] = _mebibytes(wrapper.bucket_bytes_cap)
+    if caps := getattr(wrapper, "bucket_bytes_cap_list", None):
+        known |= {"bucket_cap_mb": None, "bucket_cap_mb_list": [_mebibytes(cap) for cap in caps]}
+    if not getattr(wrapper, "forward_sync_buffers", getattr(wrapper, "broadcast_buffers", True)):
+        # forward_sync_buffers=False would still overwrite every rank's own buffers, now, in the midst of training
+        known["broadcast_buffers" if "broadcast_buffers" in accepted else "forward_sync_buffers"] = False
+    # torch warns about some that are given at all, so those at their default are not
+    return {name: value for name, value in known.items() if value is not None and value != accepted[name].default}
+
+
+def _take_delayed_(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    """The arguments for parameters whose gradients are reduced later, as far as they are still there.
+
+    The hook that reduces them is removed: a new wrapper registers its own.
+    """
+    delayed = {id(parameter) for parameter in wrapper._delay_all_reduce_params}
+    named = [(name, p) for name, p in wrapper.module.named_parameters() if id(p) in delayed]
+    for parameter in wrapper.module.parameters() if delayed else ():
+        hooks = parameter._backward_hooks or {}
+        for key in [key for key, hook in hooks.items() if hook == wrapper._delayed_all_reduce_hook]:
+            del hooks[key]
+            if named:
+                return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": parameter}
+    return {}
+
+
+def _carry_over_(wrapper: DistributedDataParallel, before: dict[str, Any]) -> None:
+    """Give a wrapper that was initialised again what it held besides its settings."""
+    current = wrapper.__dict__
+    for name, value in before.items():
+        if name not in current:
+            current[name] = value
+        elif name in ("_parameters", "_buffers", "_modules"):
+            current[name].update({key: held for key, held in value.items() if key not in current[name]})
+        elif isinstance(value, dict) and "_hooks" in name:  # the same dict, which handles to remove them point to
+            current[name] = value
+    for name in (
+        "training",
+        "_is_full_backward_hook",
+        "_non_persistent_buffers_set",
+        "require_backward_grad_sync",
+        "require_forward_param_sync",
+    ):
+        current[name] = before[name]
+    for parameter, view in zip(wrapper._delay_all_reduce_params, wrapper._delay_grad_views, strict=True):
+        if parameter.grad is not None:  # what is reduced is the view
+            parameter.grad = view.copy_(parameter.grad)
+
+
+def _mebibytes(count: int) -> float:
+    whole, rest = divmod(count, 2**20)
+    return whole if rest == 0 else count / 2**20
 
 
 def sync_group(model: nn.Module) -> tuple[Any] | None:
