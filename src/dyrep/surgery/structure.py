@@ -185,7 +185,7 @@ def check_copy(copy_of_model: nn.Module, model: nn.Module) -> None:
             raise StructureError(
                 f"layer {name!r} of the copy {has}, and the model's is a convolution: make the copy from this model"
             )
-        facts, wanted = ({**asdict(ConvGeometry.of(m)), "bias": m.bias is not None} for m in (ours, theirs))
+        facts, wanted = _facts(ours), _facts(theirs)
         for key, value in facts.items():
             if value != wanted[key]:
                 raise StructureError(
@@ -324,6 +324,12 @@ def _fits(block: Blueprint, plan: Blueprint | None) -> bool:
     if not plan.origin and set(block.branches) != set(plan.branches):
         return False  # there is no original kernel to take a branch's part over
     return "1x1-KxK" not in block.branches or "1x1-KxK" not in plan.branches or block.width == plan.width
+
+
+def _facts(conv: nn.Module) -> dict[str, Any]:
+    """What two convolutions have to have in common, under the names that torch has for it."""
+    facts = {**asdict(ConvGeometry.of(conv)), "bias": conv.bias is not None}
+    return {"padding" if key == "pads" else key: value for key, value in facts.items()}
 
 
 def _check_followable(name: str, ours: nn.Module, theirs: RepConv) -> None:
