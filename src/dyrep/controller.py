@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import policy
-from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.checking import is_whole
@@ -26,10 +25,10 @@ from dyrep.errors import (
     EditRolledBackWarning,
     NoUpdateWarning,
     SettingsChangedWarning,
-    StructureError,
     UnreachedLayerError,
 )
 from dyrep.events import EventLog
+from dyrep.following import Followers
 from dyrep.guard import EditGuard
 from dyrep.norm import BranchNorm
 from dyrep.scorekeeper import ScoreKeeper
@@ -37,14 +36,13 @@ from dyrep.scoring import Loss
 from dyrep.surgery import ranks
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.edits import Edit, cut_, expand_
-from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
-from dyrep.surgery.structure import check_copy, follow_, importances, inside, restructure_, structure, touched
+from dyrep.surgery.structure import importances, restructure_, structure, touched
 from dyrep.surgery.targets import Target
 from dyrep.surgery.undo import Snapshot
-from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
+from dyrep.surgery.wrappers import bare
 
 FORMAT = 1
 _STATE: dict[str, tuple[str, ...] | None] = {
@@ -58,11 +56,6 @@ _STATE: dict[str, tuple[str, ...] | None] = {
     "next_event": None,
 }
 """Parts of a state, and what has to be in them where they are dicts."""
-
-_AN_AVERAGE = (
-    "give a moving average of the model (torch.optim.swa_utils.AveragedModel, a copy of the model, or what keeps one "
-    "as .module), or several in a list; leave ema out if there is none"
-)
 
 
 class DyRep:
@@ -129,11 +122,8 @@ class DyRep:
         self.updates = 0
         self._warned = False
         self._forward = forward
-        self._averages = _averages(ema, bare(model))
-        self._wrap = wrap
+        self._followers = Followers(bare(model), ema=ema, wrap=wrap, execution=execution)
         self._distributed = distributed
-        self._execution = {"execution": execution} if isinstance(execution, str) else execution
-        self._run_blocks(bare(model))
         self._plain_macs: int | None = None
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
@@ -222,7 +212,7 @@ class DyRep:
         done = [_explained(edit, scores, strengths) for edit in guard.done]
         if done:
             try:
-                self._spread(model)
+                self.model = self._followers.follow_(self.model)
             except BaseException:
                 guard.undo_all()
                 raise
@@ -290,7 +280,7 @@ class DyRep:
         try:
             restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
             load_state_by_name_(self.optimizer, model, state["optimizer"])
-            self._spread(model)
+            self.model = self._followers.follow_(self.model)
         except BaseException:
             before.restore_()
             for group, earlier in zip(self.optimizer.param_groups, options, strict=True):
@@ -397,33 +387,6 @@ class DyRep:
         for layer, branches in self._agreed(cuts, "what to cut").items():
             guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self.optimizer))  # noqa: B023
 
-    def _spread(self, model: nn.Module) -> None:
-        """Let everything that depends on the set of parameters follow a change of structure.
-
-        After an error averages and the wrapper are as they were; the model itself is for the caller to put back.
-        """
-        before = [_before_following(average, model) for average in self._averages]
-        executions = [(block, block.execution) for block in model.modules() if isinstance(block, RepConv)]
-        try:
-            self._run_blocks(model)
-            for average in self._averages:
-                follow_(average, model)
-            ddp = find_ddp(self.model)
-            if self._wrap is not None:
-                self.model = self._wrap(model)
-            elif ddp is not None:
-                rewrap_ddp_(ddp)
-        except BaseException:
-            for snapshot in before:
-                snapshot.restore_()
-            for block, execution in executions:
-                block.execution = execution
-            raise
-
-    def _run_blocks(self, model: nn.Module) -> None:
-        if self._execution is not None:
-            set_execution_(model, **self._execution)
-
     def _costs(self, model: nn.Module, data: list[Any] | None) -> Costs | None:
         if not data:
             return None
@@ -472,29 +435,6 @@ def _check_state(state: Any) -> None:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group of parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:
-    """The moving averages given, each of which has to be one of this model."""
-    single = isinstance(getattr(ema, "module", ema), nn.Module)
-    if not single and not isinstance(ema, Iterable):
-        raise ConfigError(f"ema={ema!r}: {_AN_AVERAGE}")
-    averages = [ema] if single else list(ema)
-    for average in averages:
-        if not isinstance(getattr(average, "module", average), nn.Module):
-            raise ConfigError(f"ema: a {type(average).__name__} is among the averages; {_AN_AVERAGE}")
-        try:
-            check_copy(average, model)
-        except StructureError as error:
-            raise StructureError(f"ema: {error}") from error
-    return averages
-
-
-def _before_following(average: nn.Module, model: nn.Module) -> Snapshot:
-    """What an average looks like before it takes on the structure of the model."""
-    inner = inside(average)
-    blocks = {**structure(inner)["blocks"], **structure(model)["blocks"]}
-    return Snapshot([module for name, module in inner.named_modules() if name in blocks], None)
 
 
 def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:

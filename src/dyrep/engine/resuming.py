@@ -116,7 +116,7 @@ class Saver:
     def _restore_structure(self, state: dict[str, Any]) -> None:
         """Give the network its branches, and the optimizer what it knows of every parameter."""
         learner = self._learner
-        controlled = state.get("controller", state.get("dyrep"))  # what it was called at first
+        controlled = state["controller"]
         if learner.controller is None or controlled is None:
             saved = state["optimizer"] if controlled is None else controlled["optimizer"]
             load_state_by_name_(learner.optimizer, learner.model, saved)

@@ -1,0 +1,110 @@
+"""What follows a model when its structure changes: moving averages, the wrapper, how blocks are run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from dyrep.block import RepConv
+from dyrep.errors import ConfigError, StructureError
+from dyrep.surgery.executing import set_execution_
+from dyrep.surgery.structure import check_copy, follow_, inside, structure
+from dyrep.surgery.undo import Snapshot
+from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
+
+_AN_AVERAGE = (
+    "give a moving average of the model (torch.optim.swa_utils.AveragedModel, a copy of the model, or what keeps one "
+    "as .module), or several in a list; leave ema out if there is none"
+)
+
+
+class Followers:
+    """Everything that depends on the set of a model's parameters, but for its optimizer.
+
+    Args:
+        model: the bare model; its blocks are run as told from now on.
+        ema: a moving average of it, or several.
+        wrap: makes the model to train of the bare one; without it a wrapper is initialised again in place.
+        execution: how blocks are run: a name, or a dict of arguments of `set_execution_` (default: as they are).
+
+    Raises:
+        ConfigError: something given as an average is none.
+        StructureError: an average is that of another model.
+
+    Example:
+        >>> from torch.optim.swa_utils import AveragedModel
+        >>> from dyrep.surgery.edits import expand_
+        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
+        >>> average = AveragedModel(model)
+        >>> followers = Followers(model, ema=average)
+        >>> _ = expand_(model, "0", ["1x1"])
+        >>> followers.follow_(model) is model, list(average.module[0].branches)
+        (True, ['1x1'])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ema: nn.Module | Iterable[nn.Module] = (),
+        wrap: Callable[[nn.Module], nn.Module] | None = None,
+        execution: str | Mapping[str, Any] | None = None,
+    ) -> None:
+        self._averages = _averages(ema, model)
+        self._wrap = wrap
+        self._execution = {"execution": execution} if isinstance(execution, str) else execution
+        self._run_blocks(model)
+
+    def follow_(self, trained: nn.Module) -> nn.Module:
+        """Take on the structure that a model has now, and return the model to train.
+
+        After an error averages and the wrapper are as they were; the model itself is for the caller to put back.
+        """
+        model = bare(trained)
+        before = [_before_following(average, model) for average in self._averages]
+        executions = [(block, block.execution) for block in model.modules() if isinstance(block, RepConv)]
+        try:
+            self._run_blocks(model)
+            for average in self._averages:
+                follow_(average, model)
+            if self._wrap is not None:
+                return self._wrap(model)
+            ddp = find_ddp(trained)
+            if ddp is not None:
+                rewrap_ddp_(ddp)
+        except BaseException:
+            for snapshot in before:
+                snapshot.restore_()
+            for block, execution in executions:
+                block.execution = execution
+            raise
+        return trained
+
+    def _run_blocks(self, model: nn.Module) -> None:
+        if self._execution is not None:
+            set_execution_(model, **self._execution)
+
+
+def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:
+    """The moving averages given, each of which has to be one of this model."""
+    single = isinstance(getattr(ema, "module", ema), nn.Module)
+    if not single and not isinstance(ema, Iterable):
+        raise ConfigError(f"ema={ema!r}: {_AN_AVERAGE}")
+    averages = [ema] if single else list(ema)
+    for average in averages:
+        if not isinstance(getattr(average, "module", average), nn.Module):
+            raise ConfigError(f"ema: a {type(average).__name__} is among the averages; {_AN_AVERAGE}")
+        try:
+            check_copy(average, model)
+        except StructureError as error:
+            raise StructureError(f"ema: {error}") from error
+    return averages
+
+
+def _before_following(average: nn.Module, model: nn.Module) -> Snapshot:
+    """What an average looks like before it takes on the structure of the model."""
+    inner = inside(average)
+    blocks = {**structure(inner)["blocks"], **structure(model)["blocks"]}
+    return Snapshot([module for name, module in inner.named_modules() if name in blocks], None)
