@@ -55,6 +55,18 @@ class DesyncError(DyRepError, RuntimeError):
     """Ranks of a distributed job that would change their models differently."""
 
 
+class DataError(DyRepError, ValueError):
+    """Data that is missing, damaged, or not what it should be; the message names the file or folder."""
+
+
+class DivergedError(DyRepError, ArithmeticError):
+    """Training has diverged; the message says where it started and what to do."""
+
+
+class LostRankError(DyRepError, RuntimeError):
+    """Another process of the job has gone."""
+
+
 class ScoreNoiseWarning(UserWarning):
     """A score too small against its own terms to rank anything."""
 

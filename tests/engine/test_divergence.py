@@ -11,9 +11,10 @@ import dyrep
 from dyrep.cli.main import main
 from dyrep.config import DyRepConfig
 from dyrep.engine.checkpoints import read
-from dyrep.engine.divergence import DivergedError, find_origin
+from dyrep.engine.divergence import find_origin
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.running import train
+from dyrep.errors import DivergedError
 
 NETWORKS = '''
 import os

@@ -6,8 +6,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from dyrep.engine import world as world_module
-from dyrep.engine.world import LostRankError, World, joined_world, pick_device
-from dyrep.errors import ConfigError, DesyncError
+from dyrep.engine.world import World, joined_world, pick_device
+from dyrep.errors import ConfigError, DesyncError, LostRankError
 
 CPU = torch.device("cpu")
 

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dyrep.errors import DyRepError
 from dyrep.execution import eagerly
 from dyrep.surgery.preserve import run_batch
-
-
-class DivergedError(DyRepError, ArithmeticError):
-    """Training has diverged; the message says where it started and what to do."""
 
 
 @torch.no_grad()

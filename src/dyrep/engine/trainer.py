@@ -13,7 +13,7 @@ from torch import nn
 
 from dyrep.controller import DyRep
 from dyrep.engine.data.loader import Batch
-from dyrep.engine.divergence import DivergedError, all_finite, find_origin
+from dyrep.engine.divergence import all_finite, find_origin
 from dyrep.engine.learner import Learner
 from dyrep.engine.precision import computing_in
 from dyrep.engine.progress import Curves, Reporter, Status
@@ -24,6 +24,7 @@ from dyrep.engine.schedule import learning_rate, set_learning_rate_
 from dyrep.engine.signals import StopRequest
 from dyrep.engine.step import Totals
 from dyrep.engine.world import World
+from dyrep.errors import DivergedError
 from dyrep.records import EVENTS
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.structure import importances

@@ -12,14 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dyrep.errors import ConfigError, DyRepError
+from dyrep.errors import ConfigError, DyRepError, LostRankError
 from dyrep.wording import beginning
 
 _SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe", "gloo", "by peer", "timed out")
-
-
-class LostRankError(DyRepError, RuntimeError):
-    """Another process of the job has gone."""
 
 
 @dataclass(frozen=True)

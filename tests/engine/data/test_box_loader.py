@@ -13,9 +13,9 @@ from PIL import Image
 from downstream_data import COUNTS, annotation, write_coco, write_voc
 from dyrep.engine.data import Loading
 from dyrep.engine.data.detection import BoxLoader, open_detection
-from dyrep.engine.data.splits import DataError, divided
+from dyrep.engine.data.splits import divided
 from dyrep.engine.data.voc import read_voc
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

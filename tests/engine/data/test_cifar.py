@@ -12,11 +12,9 @@ import torch
 import torchvision
 from PIL import Image
 
-from dyrep.engine.data import (
-    DataError,
-    read_cifar,
-)
+from dyrep.engine.data import read_cifar
 from dyrep.engine.data.reading import needed
+from dyrep.errors import DataError
 
 
 def assert_same_cifar(source, arrays, classes=10):

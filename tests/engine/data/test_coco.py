@@ -9,7 +9,7 @@ import torch
 
 from downstream_data import CLASSES, COUNTS, write_coco
 from dyrep.engine.data.coco import read_coco
-from dyrep.engine.data.splits import DataError
+from dyrep.errors import DataError
 
 
 @pytest.fixture

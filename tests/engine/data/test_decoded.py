@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from dyrep.engine.data.decoded import Pictures, image_sizes, read_picture
-from dyrep.engine.data.splits import DataError
+from dyrep.errors import DataError
 
 
 @pytest.fixture

@@ -10,13 +10,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from dyrep.engine.data import (
-    DataError,
-    ImageFiles,
-    load_files,
-    read_folder,
-)
+from dyrep.engine.data import ImageFiles, load_files, read_folder
 from dyrep.engine.data.reading import fit
+from dyrep.errors import DataError
 
 
 def names(files):

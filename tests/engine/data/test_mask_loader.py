@@ -13,8 +13,7 @@ from dyrep.engine.data import Loading, splits
 from dyrep.engine.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from dyrep.engine.data.masks import IGNORED, read_masks
 from dyrep.engine.data.segmentation import MaskLoader, open_segmentation
-from dyrep.engine.data.splits import DataError
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DataError
 
 
 @pytest.fixture(scope="module")

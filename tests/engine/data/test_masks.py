@@ -9,8 +9,8 @@ from PIL import Image
 from downstream_data import COUNTS, write_masks
 from dyrep.cli.flags import parse_training
 from dyrep.engine.data.masks import read_labels, read_masks
-from dyrep.engine.data.splits import DataError
 from dyrep.engine.recipes import recipe
+from dyrep.errors import DataError
 
 
 @pytest.mark.parametrize("listed", [True, False])

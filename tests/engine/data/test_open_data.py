@@ -5,8 +5,8 @@ import pytest
 import torch
 from loading_helpers import take_loading
 
-from dyrep.engine.data import Augmentation, DataError, ResidentLoader, StreamingLoader, open_data, splits
-from dyrep.errors import ConfigError
+from dyrep.engine.data import Augmentation, ResidentLoader, StreamingLoader, open_data, splits
+from dyrep.errors import ConfigError, DataError
 
 
 def opened(dataset="digits", folder=None, **options):

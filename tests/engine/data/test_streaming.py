@@ -9,9 +9,9 @@ from loading_helpers import CPU, take_loading
 from PIL import Image
 from torchvision.transforms import v2
 
-from dyrep.engine.data import Augmentation, DataError, Loading, ResidentLoader, StreamingLoader, load_files, read_folder
+from dyrep.engine.data import Augmentation, Loading, ResidentLoader, StreamingLoader, load_files, read_folder
 from dyrep.engine.data import streaming as streaming_module
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DataError
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 EVERYTHING = Augmentation(crop="resized", flip=True, cutout=6, color_jitter=0.4, auto_augment=True)

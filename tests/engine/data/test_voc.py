@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from downstream_data import CLASSES, COUNTS, annotation, write_voc
-from dyrep.engine.data.splits import DataError
 from dyrep.engine.data.voc import read_voc
+from dyrep.errors import DataError
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from engine_helpers import settings
 from safetensors.torch import load_file
 from task_recipes import MAKERS
 
-from dyrep.engine.divergence import DivergedError
 from dyrep.engine.running import train
 from dyrep.engine.setup import make_model
 from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
+from dyrep.errors import DivergedError
 
 
 def test_a_detector_that_diverges_says_where(data, tmp_path):

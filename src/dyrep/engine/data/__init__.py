@@ -7,14 +7,13 @@ from dyrep.engine.data.folders import load_files, read_folder
 from dyrep.engine.data.loader import Loader, Loading
 from dyrep.engine.data.opening import DATASETS, Data, open_data
 from dyrep.engine.data.resident import ResidentLoader
-from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, hold_out
+from dyrep.engine.data.splits import ImageArrays, ImageFiles, Source, hold_out
 from dyrep.engine.data.streaming import StreamingLoader
 
 __all__ = [
     "DATASETS",
     "Augmentation",
     "Data",
-    "DataError",
     "ImageArrays",
     "ImageFiles",
     "Loader",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dyrep.engine.data.decoded import image_sizes
-from dyrep.engine.data.splits import DataError
+from dyrep.errors import DataError
 
 
 @dataclass(frozen=True)

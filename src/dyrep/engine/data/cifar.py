@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from dyrep.engine.data.reading import needed, reading
-from dyrep.engine.data.splits import DataError, ImageArrays, Source
+from dyrep.engine.data.splits import ImageArrays, Source
+from dyrep.errors import DataError
 
 COUNTS = {"train": 50_000, "test": 10_000}
 SIDE = 32

@@ -10,7 +10,8 @@ from typing import Any
 
 from dyrep.engine.data.boxes import BoxCollector, BoxFiles, BoxSource, emptied
 from dyrep.engine.data.reading import reading
-from dyrep.engine.data.splits import SPLIT_NAMES, DataError
+from dyrep.engine.data.splits import SPLIT_NAMES
+from dyrep.errors import DataError
 
 LAYOUT = "annotations/instances_train*.json, instances_val*.json and their images (or train.json, val.json and images/)"
 _NEEDED: dict[str, dict[str, Any]] = {

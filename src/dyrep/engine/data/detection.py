@@ -16,10 +16,10 @@ from dyrep.engine.data.decoded import Pictures
 from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.splits import DataError, divided, fits
+from dyrep.engine.data.splits import divided, fits
 from dyrep.engine.data.voc import LAYOUT as VOC_LAYOUT
 from dyrep.engine.data.voc import read_voc
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DataError
 
 READERS = {"voc": (read_voc, VOC_LAYOUT), "coco": (read_coco, COCO_LAYOUT)}
 EVAL_BATCH = 8

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from dyrep.engine.data.reading import decode, fit, needed, reading
-from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source
+from dyrep.engine.data.splits import ImageArrays, ImageFiles, Source
+from dyrep.errors import DataError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm")
 LAYOUT = "train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg)"

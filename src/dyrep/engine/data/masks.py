@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dyrep.engine.data.folders import EXTENSIONS
 from dyrep.engine.data.reading import needed, reading
-from dyrep.engine.data.splits import SPLIT_NAMES, DataError
+from dyrep.engine.data.splits import SPLIT_NAMES
+from dyrep.errors import DataError
 
 LAYOUT = (
     "train.txt and val.txt with a line 'image label' for every pair, or train/images/*.jpg and train/labels/*.png (or "

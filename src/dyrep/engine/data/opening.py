@@ -12,9 +12,9 @@ from dyrep.engine.data.digits import read_digits
 from dyrep.engine.data.folders import LAYOUT, common_size, load_files, read_folder
 from dyrep.engine.data.loader import Loader, Loading
 from dyrep.engine.data.resident import ResidentLoader
-from dyrep.engine.data.splits import DataError, ImageArrays, ImageFiles, Source, fits, held_out_count, hold_out
+from dyrep.engine.data.splits import ImageArrays, ImageFiles, Source, fits, held_out_count, hold_out
 from dyrep.engine.data.streaming import StreamingLoader
-from dyrep.errors import ConfigError
+from dyrep.errors import ConfigError, DataError
 
 CONTENTS = {
     "cifar10": "cifar10.npz, torchvision's cifar-10-batches-py, or the packed cifar10-*.tar",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dyrep.engine.data.splits import DataError
+from dyrep.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image

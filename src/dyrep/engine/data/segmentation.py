@@ -19,8 +19,8 @@ from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.masks import IGNORED, LAYOUT, MaskFiles, MaskSource, read_labels, read_masks
 from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
-from dyrep.engine.data.splits import DataError, divided, fits
-from dyrep.errors import ConfigError
+from dyrep.engine.data.splits import divided, fits
+from dyrep.errors import ConfigError, DataError
 
 DIVISOR = 32
 """Whole images are filled up to multiples of this, which networks that halve images five times ask for."""

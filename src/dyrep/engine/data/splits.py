@@ -8,15 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dyrep.errors import ConfigError, DyRepError
+from dyrep.errors import ConfigError
 
 RESIDENT_LIMIT = 4 * 2**30
 SPLIT_NAMES = {"train": ("train",), "val": ("val", "valid"), "test": ("test",)}
 """What folders and files of every split are called."""
-
-
-class DataError(DyRepError, ValueError):
-    """Data that is missing, damaged, or not what it should be; the message names the file or folder."""
 
 
 @dataclass(frozen=True)

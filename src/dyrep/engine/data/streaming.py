@@ -14,7 +14,8 @@ from dyrep.engine.data.augment import Augmentation, Finish
 from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.order import Order, derived_generator, derived_seed
 from dyrep.engine.data.reading import decode, fit, needed
-from dyrep.engine.data.splits import DataError, ImageFiles
+from dyrep.engine.data.splits import ImageFiles
+from dyrep.errors import DataError
 
 Key = tuple[int, str, int]
 """Epoch, stream and index: with the seed, all that decides what becomes of an example."""

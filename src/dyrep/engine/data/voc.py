@@ -8,7 +8,7 @@ from pathlib import Path
 from dyrep.engine.data.boxes import BoxCollector, BoxSource, emptied
 from dyrep.engine.data.folders import EXTENSIONS
 from dyrep.engine.data.reading import reading
-from dyrep.engine.data.splits import DataError
+from dyrep.errors import DataError
 
 LAYOUT = "JPEGImages/*.jpg, Annotations/*.xml and ImageSets/Main/{train,val,test}.txt"
 
