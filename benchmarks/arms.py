@@ -18,8 +18,8 @@ over training; for ``folding``, where these are the same, it is the time of an e
 those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain
 network, DBB, seven branches from the start) are there to compare with. The studies are run in the order gammas, scores,
 norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`). At first scores came before gammas;
-one seed showed that branches which start with γ = 0.01 stay there for 40 epochs, so that it cannot matter where they
-are, and the two changed places before anything was chosen.
+where branches are cannot matter while they hardly take part, so the two changed places after the first seed of scores,
+before anything was chosen.
 """
 
 from __future__ import annotations
