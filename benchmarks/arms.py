@@ -77,6 +77,7 @@ BLOCKS = "--method dbb7 --replace conv"
 # every update, to more than seven times the plain one's; with one, choices are compared at equal cost.
 DYREP = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1"
 CHOSEN = {"gamma": "", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
+START = f"{DYREP} --score synflow --origin-norm none"
 SCORED = f"{DYREP} --score {CHOSEN['score']}"
 NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
 CUT = f"{NORMED}{CHOSEN['cut']}"
@@ -108,22 +109,21 @@ STUDIES = {
     ),
     "gammas": Study(
         {
-            "0.01": f"{DYREP} --score synflow --origin-norm none",
-            "0.1": f"{DYREP} --score synflow --origin-norm none --gamma 0.1",
-            "0.01 of the origin's σ": f"{DYREP} --score synflow --origin-norm none --relative-gamma",
-            "0.1 of the origin's σ": f"{DYREP} --score synflow --origin-norm none --relative-gamma --gamma 0.1",
-            "the origin's σ": f"{DYREP} --score synflow --origin-norm none --relative-gamma --gamma 1",
+            "0.01": START,
+            "0.1": f"{START} --gamma 0.1",
+            "0.01 of the origin's σ": f"{START} --relative-gamma",
+            "0.1 of the origin's σ": f"{START} --relative-gamma --gamma 0.1",
+            "the origin's σ": f"{START} --relative-gamma --gamma 1",
         },
         "0.01",
     ),
     "scores": Study(
         {
-            "synflow": f"{DYREP} --score synflow --origin-norm none{CHOSEN['gamma']}",
-            "snip": f"{DYREP} --score snip --origin-norm none{CHOSEN['gamma']}",
-            "grad_norm": f"{DYREP} --score grad_norm --origin-norm none{CHOSEN['gamma']}",
-            "invariant": f"{DYREP} --score invariant --origin-norm none{CHOSEN['gamma']}",
-            "random": f"{DYREP} --score random --origin-norm none{CHOSEN['gamma']}",
-            "invariant per multiply-add": f"{DYREP} --score invariant --per-mac --origin-norm none{CHOSEN['gamma']}",
+            name: f"{DYREP} --score {score} --origin-norm none{CHOSEN['gamma']}"
+            for name, score in {
+                **{score: score for score in ("synflow", "snip", "grad_norm", "invariant", "random")},
+                "invariant per multiply-add": "invariant --per-mac",
+            }.items()
         },
         "synflow",
     ),

@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -167,11 +166,3 @@ def test_equal_models_give_equal_files_in_every_process(tmp_path):
         command = [sys.executable, "-c", SAVING, *map(str, files[2 * seed : 2 * seed + 2])]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": str(seed)})
     assert len({file.read_bytes() for file in files}) == 1
-
-
-def test_file_with_the_structure_under_a_key_of_its_own_is_read(evolved, tmp_path):
-    about = json.dumps({"structure": dyrep.structure(evolved), "aliases": {}})
-    path = tmp_path / "model.safetensors"
-    safetensors.torch.save_file(evolved.state_dict(), path, metadata={"dyrep": "1", "about": about})
-    x = torch.randn(2, 3, 8, 8)
-    assert torch.equal(dyrep.load(path, net()).eval()(x), evolved.eval()(x))

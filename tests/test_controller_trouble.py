@@ -81,12 +81,17 @@ class ReadsWeight(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def test_an_edit_that_changes_the_function_is_rolled_back_reported_and_training_goes_on():
+def start_reading_weights():
     torch.manual_seed(0)
     model = ReadsWeight()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
     train_epoch(model, optimizer, BATCHES)
+    return model, optimizer, controller
+
+
+def test_an_edit_that_changes_the_function_is_rolled_back_reported_and_training_goes_on():
+    model, optimizer, controller = start_reading_weights()
     before = copy.deepcopy(model.state_dict())
     params = list(optimizer.param_groups[0]["params"])
     with pytest.warns(EditRolledBackWarning, match=r"expand conv.*was undone"):
@@ -100,11 +105,7 @@ def test_an_edit_that_changes_the_function_is_rolled_back_reported_and_training_
 
 
 def test_without_batches_nothing_is_measured_and_the_edit_is_made():
-    torch.manual_seed(0)
-    model = ReadsWeight()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
-    train_epoch(model, optimizer, BATCHES)
+    _, _, controller = start_reading_weights()
     (edit,) = controller.epoch_end()
     assert edit.layer == "conv"
     assert not {"drift", "train_drift"} & set(edit.detail)

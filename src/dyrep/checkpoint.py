@@ -115,9 +115,7 @@ def _about(metadata: dict[str, str]) -> dict[str, Any]:
     """What a file says about the model in it; nothing if another program wrote it."""
     try:
         about = json.loads(metadata.get("dyrep", "null"))
-        if about == FORMAT:  # the first files had the rest under a key of its own
-            about = {"format": about, **json.loads(metadata["about"])}
-    except (json.JSONDecodeError, KeyError):
+    except json.JSONDecodeError:
         return {}
     return about if isinstance(about, dict) else {}
 

@@ -65,14 +65,14 @@ class ScoreKeeper(scoring.StepScorer):
             if seen.skipped:
                 warnings.warn("every step since the last update had gradients that are not finite", stacklevel=4)
                 return {}, seen
-            if self.step:
+            if self.step:  # but none of them had gradients of what is watched, which may have been frozen meanwhile
                 if any(p.requires_grad for parameters in self._watched.values() for p in parameters):
                     warnings.warn(
                         "no convolution that could grow had a gradient in any step since the last update, so nothing "
                         "grows: does the loss depend on them?",
                         stacklevel=4,
                     )
-                return {}, seen  # all of them have been frozen meanwhile
+                return {}, seen
             raise DyRepError(
                 "no optimizer step was seen since the last update, so there is nothing to score by: is the optimizer "
                 "given to DyRep the one that steps, and was it stepped?"

@@ -103,3 +103,16 @@ def held_parameters(optimizer: torch.optim.Optimizer) -> list[int]:
 
 def conv(**arguments) -> nn.Conv2d:
     return nn.Conv2d(8, 8, 3, padding=1, **arguments)
+
+
+def names_in(model: nn.Module, group: dict) -> list[str]:
+    """The parameters of a group by their names in the model."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for p in group["params"]]
+
+
+def decay_groups(model: nn.Module) -> list[dict]:
+    """Groups as many users make them: no weight decay for vectors."""
+    kernels = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": kernels, "weight_decay": 1e-3}, {"params": vectors, "weight_decay": 0.0}]

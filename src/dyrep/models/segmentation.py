@@ -17,7 +17,8 @@ _KINDS = ("pspnet", "fcn", "deeplabv3")
 SEGMENTERS = tuple(f"{kind}_{resnet}" for kind in _KINDS for resnet in ("resnet18", "resnet34", "resnet50"))
 """The names that `build_segmenter` knows."""
 _STRIDE = 8
-_DIVISOR = 32  # of segmentation-models-pytorch, which asks for it even if strides are replaced by dilation
+DIVISOR = 32
+"""What sides must be a multiple of in segmentation-models-pytorch, even if strides are replaced by dilation."""
 
 
 def build_segmenter(name: str, *, num_classes: int) -> nn.Module:
@@ -58,10 +59,10 @@ def check_trainable(name: str, *, image_size: int | None, images: int) -> None:
         >>> check_trainable("pspnet_resnet18", image_size=64, images=1)
     """
     kind = name.split("_")[0] if name in SEGMENTERS else ""
-    if kind == "pspnet" and image_size is not None and image_size % _DIVISOR:
-        nearest = max(round(image_size / _DIVISOR), 1) * _DIVISOR
+    if kind == "pspnet" and image_size is not None and image_size % DIVISOR:
+        nearest = max(round(image_size / DIVISOR), 1) * DIVISOR
         raise ConfigError(
-            f"image_size={image_size}: {name} takes images whose sides are multiples of {_DIVISOR}; give --image-size "
+            f"image_size={image_size}: {name} takes images whose sides are multiples of {DIVISOR}; give --image-size "
             f"{nearest}, or train fcn or deeplabv3"
         )
     pixel = image_size is not None and image_size <= _STRIDE  # of an image this is all that is left

@@ -83,7 +83,7 @@ def insert_(
     """
     weight = conv.weight
     assert isinstance(weight, Tensor)
-    norm = _nearest_norm(optimizer, model, conv, set(map(id, added.values())))
+    norm = _nearest_norm_like(optimizer, model, conv, set(map(id, added.values())))
     of_norms: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
     for path, module in added.items():
@@ -195,7 +195,7 @@ def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
     return names
 
 
-def _nearest_norm(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: set[int]) -> Tensor | None:
+def _nearest_norm_like(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: set[int]) -> Tensor | None:
     """A parameter that is treated as the norm of a convolution's layer is, as far as the optimizer holds one.
 
     That is where a user who treats norms apart (no weight decay, say) has put the norm of this very layer: the one

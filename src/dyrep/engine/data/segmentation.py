@@ -21,14 +21,13 @@ from dyrep.engine.data.opening import Data
 from dyrep.engine.data.order import Order, derived_generator
 from dyrep.engine.data.splits import divided, fits
 from dyrep.errors import ConfigError, DataError
+from dyrep.models.segmentation import DIVISOR
 
-DIVISOR = 32
-"""Whole images are filled up to multiples of this, which networks that halve images five times ask for."""
 EVAL_BATCH = 16
 
 
 def filled_up(side: int) -> int:
-    """The length to which a side of a whole image is filled up.
+    """The length to which a side of a whole image is filled up, so that any network takes it.
 
     Example:
         >>> filled_up(48), filled_up(64)
