@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -112,6 +113,21 @@ def test_errors_say_what_is_wrong_with_the_file(evolved, tmp_path):
         safetensors.torch.save_file({"0.weight": torch.zeros(1)}, foreign, metadata={"dyrep": about})
         with pytest.raises(CheckpointError, match=r"not written by dyrep\.save"):
             dyrep.load(foreign, net())
+
+
+@pytest.mark.parametrize("change", [
+    {"aliases": None}, {"aliases": []}, {"aliases": {"0.bias": "nowhere"}}, {"structure": None}, {"structure": []},
+], ids=str)  # fmt: skip
+def test_a_file_whose_description_is_damaged_is_refused_and_nothing_changes(evolved, tmp_path, change):
+    path, model = dyrep.save(evolved, tmp_path / "model.safetensors"), net()
+    with safetensors.safe_open(path, framework="pt") as file:
+        about = json.loads(file.metadata()["dyrep"]) | change
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+    about = {key: value for key, value in about.items() if value is not None}
+    safetensors.torch.save_file(tensors, path, metadata={"dyrep": json.dumps(about)})
+    with pytest.raises(CheckpointError, match="is damaged: what it says about the model's structure is not complete"):
+        dyrep.load(path, model)
+    assert not dyrep.structure(model)["blocks"]
 
 
 def test_a_file_of_another_architecture_is_refused_and_nothing_changes(evolved, tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dyrep.errors import ConfigError
 
@@ -55,6 +57,57 @@ def is_number(value: Any, least: float = -math.inf) -> bool:
         (True, False, False)
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= least
+
+
+def require_types(settings: Any) -> None:
+    """Raise unless numbers, names, yes or no, and choices of a dataclass are what their annotations say.
+
+    Other fields, such as tuples, are not looked at.
+
+    Raises:
+        ConfigError: one is not; the message says what would be valid.
+
+    Example:
+        >>> from dyrep.engine.recipe import RunSettings
+        >>> require_types(RunSettings(stop_after=3))
+        >>> RunSettings(stop_after="3")
+        Traceback (most recent call last):
+        dyrep.errors.ConfigError: stop_after='3': must be a whole number or None
+    """
+    for name, kinds in _kinds(settings.__class__).items():
+        value = getattr(settings, name)
+        if kinds and not any(_is_a(value, kind) for kind in kinds):
+            require(name, value, " or ".join(map(_kind_in_words, kinds)), False)
+
+
+@functools.cache
+def _kinds(settings: type) -> dict[str, tuple[Any, ...]]:
+    """What every field may be; nothing if that is not for `require_types` to say."""
+    hints = {name: hint for name, hint in get_type_hints(settings).items() if name in settings.__dataclass_fields__}  # type: ignore[attr-defined]
+    kinds = {
+        name: get_args(hint) if isinstance(hint, types.UnionType) or get_origin(hint) is Union else (hint,)
+        for name, hint in hints.items()
+    }
+    known = (*_KINDS, types.NoneType)
+    return {
+        name: found if all(kind in known or get_origin(kind) is Literal for kind in found) else ()
+        for name, found in kinds.items()
+    }
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _kind_in_words(kind: Any) -> str:
+    return f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else _KINDS.get(kind, "None")
 
 
 def read_settings(kind: type[Settings], data: Mapping[str, Any]) -> Settings:

@@ -100,14 +100,16 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, optimizer: Optimizer
             f"{path} was not written by dyrep.save (format {about.get('format')!r}, this version reads {FORMAT!r}); "
             "for a plain state dict use dyrep.prepare_(model) and load_state_dict"
         )
-    for alias, key in about["aliases"].items():
-        tensors[alias] = tensors[key]
+    wanted, aliases = about.get("structure"), about.get("aliases")
+    if not isinstance(wanted, dict) or not isinstance(aliases, dict) or not set(aliases.values()) <= set(tensors):
+        raise CheckpointError(f"{path} is damaged: what it says about the model's structure is not complete")
+    tensors |= {alias: tensors[key] for alias, key in aliases.items()}
     try:  # on a copy first: a model that the file does not fit must not be left half changed
-        _apply_(copied(bare(model)), about["structure"], tensors, None)
+        _apply_(copied(bare(model)), wanted, tensors, None)
     except (DyRepError, RuntimeError) as error:
         reasons = [line.strip() for line in str(error).splitlines()]
         raise CheckpointError(f"{path} does not fit this model: {' '.join(reasons[:4])}") from error
-    _apply_(bare(model), about["structure"], tensors, optimizer)
+    _apply_(bare(model), wanted, tensors, optimizer)
     return model
 
 

@@ -179,7 +179,8 @@ class DyRep:
 
         Raises:
             DyRepError: nothing can be expanded because no optimizer step was seen, the data does not serve, or ranks
-                disagree. After any error the model and its optimizer are as they were.
+                disagree. After any error the model and its optimizer are as they were, unless it came from writing the
+                log of an update that was made.
         """
         began = time.perf_counter()
         model = bare(self.model)

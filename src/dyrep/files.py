@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     After an error, or a kill at any moment, ``path`` is what it was before.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     with replacing(Path(folder) / "new" / "note.txt") as temporary:
         ...         _ = temporary.write_text("hello")
@@ -27,13 +28,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=PARTIAL)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    temporary.touch(exist_ok=False)
     try:
         yield temporary
         _sync(temporary)
-        temporary.chmod(0o666 & ~_umask())  # a temporary file is private; this one is not
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -53,9 +52,3 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

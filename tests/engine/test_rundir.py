@@ -3,13 +3,14 @@
 import json
 import math
 import re
+from contextlib import contextmanager
 
 import pytest
 from engine_helpers import STEPS, assert_same, lines, make_trainer, picture, result, settings, small_recipe, train_some
 
 import dyrep
 from dyrep.cli.main import main
-from dyrep.engine import checkpoints, rundir
+from dyrep.engine import checkpoints, rundir, running
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.running import load_run, train
@@ -159,6 +160,44 @@ def test_the_method_can_change_before_branches_have_grown(methods, tmp_path, mon
     train(after, settings(tmp_path, change_settings=True))
     kinds = [event["type"] for event in dyrep.read_events(tmp_path / "events.jsonl")]
     assert kinds == (["started", "update", "update"] if after.method == "dyrep" else ["started"])
+
+
+@pytest.mark.filterwarnings("ignore::dyrep.errors.SettingsChangedWarning")
+def test_a_complete_run_that_goes_on_with_other_settings_tells_of_these(tmp_path, monkeypatch):
+    longer = small_recipe(epochs=3, lr=0.05)
+    train(small_recipe(epochs=2), settings(tmp_path))
+    assert read_run(tmp_path).summary["recipe"]["epochs"] == 2
+    assert not train_some(longer, settings(tmp_path, change_settings=True), 2, monkeypatch)
+    run = read_run(tmp_path)
+    assert (run.recipe["epochs"], run.recipe["lr"], run.summary) == (3, 0.05, None)
+    assert not (tmp_path / "plain.safetensors").exists()
+    train(longer, settings(tmp_path))
+    run = read_run(tmp_path)
+    assert (run.recipe["epochs"], run.summary["recipe"]["epochs"], len(run.rows)) == (3, 3, 3)
+
+
+def test_a_run_that_another_process_started_meanwhile_is_left_alone(tmp_path, monkeypatch):
+    recipe, locked = small_recipe(), RunDirectory.locked
+
+    @contextmanager
+    def slowly(run):
+        monkeypatch.setattr(RunDirectory, "locked", locked)
+        train_some(recipe, settings(tmp_path), 2, monkeypatch)  # the other one, which was there first
+        with locked(run):
+            yield
+
+    monkeypatch.setattr(RunDirectory, "locked", slowly)
+    with pytest.raises(CheckpointError, match=r"has just started the run in .*: give the command again"):
+        train(recipe, settings(tmp_path))
+    assert checkpoints.read(tmp_path / checkpoints.LAST)["step"] == 2
+
+
+def test_the_summary_is_written_last(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(running, "_draw", lambda trainer, *_: seen.extend(p.name for p in trainer.run.path.iterdir()))
+    train(small_recipe(method="origin", epochs=1), settings(tmp_path))
+    assert "plain.safetensors" in seen
+    assert "summary.json" not in seen
 
 
 def test_checkpoints_without_a_config_are_refused(stopped, capsys):

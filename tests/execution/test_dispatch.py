@@ -283,6 +283,19 @@ def test_a_norm_frozen_inside_a_branch_keeps_its_statistics(name, nested):
     assert torch.equal(frozen.running_var, before)
 
 
+@explicit
+def test_a_block_whose_outer_norms_alone_are_frozen_is_not_frozen(name):
+    block, x = seven_branches().eval(), images()
+    block.branches["1x1-KxK"].inner_norm.train()
+    twin = copy.deepcopy(block)
+    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, REASONS[partly_frozen])):
+        assert way(name, block, on_gpu()) == "eager"
+    block.execution = Execution("folded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(block(x), twin._added(x))
+
+
 # Eagerly, whatever the setting --------------------------------------------------------------------------------------
 
 

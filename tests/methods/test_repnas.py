@@ -29,6 +29,8 @@ from training import eval_output, make_net, train_epoch
         ({"random_share": 0.4}, "random_share=0.4: must be from 0 to below 0.333"),
         ({"search_share": 1.0}, "search_share=1.0: must be below 1"),
         ({"strength_lr": 0.0}, "strength_lr=0.0: must be None or above 0"),
+        ({"total": "9"}, "total='9': must be a whole number"),
+        ({"keep": None}, "keep=None: must be a number"),
     ],
 )
 def test_settings_outside_their_range_are_refused_with_the_range(settings, message):
@@ -288,6 +290,22 @@ def test_an_overflow_does_not_spoil_the_strengths():
     search.strengths.grad[::2] = float("nan")
     optimizer.step()
     assert search.strengths.isfinite().all()
+
+
+def test_a_step_that_overflowed_and_was_skipped_takes_no_part_in_the_next():
+    def learned(*, overflow):
+        torch.manual_seed(0)
+        model, optimizer, search = start()
+        train_epoch(model, optimizer, BATCHES)
+        search.epoch_end()
+        if overflow:  # as a gradient scaler leaves it, which does not let the optimizer take its step
+            search.strengths.grad = torch.full_like(search.strengths, 3.0)
+            search.strengths.grad[0] = float("inf")
+        torch.manual_seed(1)
+        train_epoch(model, optimizer, BATCHES[:1])
+        return search.strengths.detach()
+
+    assert torch.equal(learned(overflow=True), learned(overflow=False))
 
 
 # -- what would go wrong silently -----------------------------------------------------------------------------------

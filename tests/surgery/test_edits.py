@@ -214,6 +214,19 @@ def test_every_origin_norm_preserves_eval_output_and_is_cut_with_the_last_branch
     assert relative_change(eval_output(model, x), before) <= 1e-10
 
 
+def test_a_block_of_an_origin_norm_alone_as_a_search_may_leave_it_keeps_that_when_it_grows():
+    model, x = conv_bn_net(), images(1)[0]
+    dyrep.expand_(model, "3", ["1x1"], calibration=[x], origin_norm="calibrated")
+    model[3].set_branches_({})
+    norm, before = model[3].origin_norm, eval_output(model, x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dyrep.expand_(model, "3", ["Kx1"], calibration=[x], origin_norm="calibrated", optimizer=optimizer)
+    assert model[3].origin_norm is norm
+    assert relative_change(eval_output(model, x), before) <= 1e-5
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert trained == {id(p) for p in model.parameters()}
+
+
 def test_cut_is_exact_where_the_origin_norm_has_channels_near_zero():
     model = nn.Sequential(conv()).double()
     x = torch.randn(4, 8, 8, 8, dtype=torch.float64)

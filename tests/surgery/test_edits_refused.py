@@ -77,16 +77,29 @@ def test_cutting_what_is_not_there_is_refused(layer, branches, message):
     assert_same_picture(picture(model), before)
 
 
-def test_cutting_an_empty_list_of_branches_is_refused_or_leaves_the_model_alone():
+def test_cutting_an_empty_list_of_branches_is_refused():
     model = conv_bn_net()
     dyrep.expand_(model, "3", ["1x1", "residual"])
     before = picture(model)
-    try:
-        made = dyrep.cut_(model, "3", [])
-    except BranchError:
-        made = []
+    with pytest.raises(BranchError, match="no branches given to cut from layer '3'; it has 1x1, residual"):
+        dyrep.cut_(model, "3", [])
     assert_same_picture(picture(model), before)
-    assert not any(edit.branches for edit in made)
+
+
+@pytest.mark.parametrize(
+    ("branches", "message"),
+    [
+        ({"3": ["1x1"]}, r"layer '0' is to grow, but branches= does not say what"),
+        ({"3": ["1x1"], "0": ["1x1"], "4": ["1x1"]}, r"branches= names layer '4', which is not among .*: 0, 3"),
+    ],
+    ids=["missing", "unknown"],
+)
+def test_branches_given_for_other_layers_than_those_that_grow_are_refused(branches, message):
+    model = conv_bn_net()
+    before = picture(model)
+    with pytest.raises(BranchError, match=message):
+        dyrep.expand_(model, ["0", "3"], branches)
+    assert_same_picture(picture(model), before)
 
 
 def test_unknown_origin_norm_is_refused_with_the_valid_ones():

@@ -96,3 +96,13 @@ def test_what_no_batch_reaches_keeps_its_statistics():
     dyrep.update_norms_(model, make_batches(), forward=lambda model, batch: model["used"](batch[0]))
     assert (model["unused"].running_var == 5).all()
     assert (model["used"].running_var > 8).all()
+
+
+def test_an_error_leaves_what_only_watches_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))
+    dyrep.convert_(model, "dbb", example_input=torch.randn(2, 3, 6, 6))
+    before = copy.deepcopy(model.state_dict())
+    broken = [*make_batches(1), (torch.zeros(1, 2, 6, 6), torch.zeros(1))]
+    with pytest.raises(RuntimeError):
+        dyrep.update_norms_(model, broken)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -28,6 +28,7 @@ from dyrep.surgery.costs import costs
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.structure import structure
+from dyrep.wording import counted
 
 
 class Learner:
@@ -169,11 +170,12 @@ class Learner:
     @torch.no_grad()
     def measure(self) -> None:
         """Count what the structure costs now, and describe it."""
-        counted = costs(self.model, self.example)
+        cost = costs(self.model, self.example)
         blocks = structure(self.model)["blocks"]
         branches = sum(len(block["branches"]) for block in blocks.values())
-        self.size = {"parameters": counted.parameters, "macs": counted.macs, "branches": branches}
-        self.described = f"{len(blocks)} blocks, {branches} branches" if blocks else "plain"
+        self.size = {"parameters": cost.parameters, "macs": cost.macs, "branches": branches}
+        grown = f"{counted(len(blocks), 'block')}, {counted(branches, 'branch', 'es')}"
+        self.described = grown if blocks else "plain"
 
 
 def _train_mode_(model: nn.Module, recipe: Recipe) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from dyrep.checking import read_settings, require
+from dyrep.checking import read_settings, require, require_types
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY
@@ -151,19 +151,8 @@ class Recipe:
     repnas: RepNASConfig = field(default_factory=RepNASConfig)
 
     def __post_init__(self) -> None:
+        require_types(self)
         chosen = method(self.method)
-        for name, literal in (
-            ("dataset", Dataset),
-            ("schedule", Schedule),
-            ("crop", Crop),
-            ("precision", Precision),
-            ("execution", ExecutionName),
-            ("sigma_gradient", SigmaGradient),
-            ("norms", Norms),
-        ):
-            valid = get_args(literal)
-            require(name, getattr(self, name), f"one of {', '.join(valid)}", getattr(self, name) in valid)
-        require("replace", self.replace, "conv or conv+norm", self.replace in (None, *get_args(Replace)))
         for name in ("epochs", "batch_size", "eval_every", "copies", "sigma_images", "sigma_every", "boxes_per_image"):
             require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
         for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
@@ -285,6 +274,7 @@ class RunSettings:
     stop_after: int | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
         minutes, stop = self.checkpoint_minutes, self.stop_after
         require("checkpoint_minutes", minutes, "at least 0", minutes >= 0)
         require("workers", self.workers, "at least 0", self.workers is None or self.workers >= 0)

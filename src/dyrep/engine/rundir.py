@@ -1,7 +1,7 @@
 """The folder of a run: what it was, what happened, and how to go on.
 
 ==================  ===========================================================================
-``config.json``     the recipe and the settings of the first start
+``config.json``     the recipe and the settings of the start, or of when they were last changed
 ``sessions.jsonl``  one line per start: when, from where, versions, hardware, settings
 ``events.jsonl``    every structure update, see `dyrep.read_events`
 ``metrics.jsonl``   one line per epoch
@@ -74,7 +74,7 @@ class RunDirectory:
         self.restore_rows([])
 
     def write_config(self, recipe: Recipe, settings: dict[str, Any]) -> None:
-        """Note with what the run was started."""
+        """Note what the run is."""
         self.write_json(CONFIG, {"format": FORMAT, "recipe": recipe.to_dict(), "settings": settings})
 
     @property

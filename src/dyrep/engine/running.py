@@ -75,11 +75,12 @@ def _train(
     world.barrier()  # nobody writes before everybody has looked
     trainer = Trainer(recipe, settings, world, run, reporter, stop, resuming=resuming)
     with run.locked() if world.is_main else nullcontext():
+        if world.is_main and _check_folder(run, settings) != resuming:
+            raise CheckpointError(f"another process has just started the run in {run.path}: give the command again")
         if resuming:
             trainer.resume()
-            if world.is_main and not run.readable:
-                run.write_config(recipe, _plain(settings))
-                reporter.message(f"{run.path / CONFIG} was damaged, and has been written anew")
+            if world.is_main:
+                _renew(run, recipe, settings, reporter)
             place = f"epoch {trainer.epoch + 1}, step {trainer.step + 1}"
             reporter.message(f"continuing the run in {run.path} at {place}")
         elif world.is_main:
@@ -125,6 +126,20 @@ def _check_folder(run: RunDirectory, settings: RunSettings) -> bool:
     if run.checkpoints.exists and not run.exists:
         raise CheckpointError(f"{run.path} has checkpoints but no {CONFIG}: give another --out")
     return run.checkpoints.exists
+
+
+def _renew(run: RunDirectory, recipe: Recipe, settings: RunSettings, reporter: Reporter) -> None:
+    """Make the files of a run that goes on tell of what it is now, not of what it was before settings changed."""
+    readable = run.readable
+    if not readable or run.recipe() != recipe:
+        run.write_config(recipe, _plain(settings))
+        if not readable:
+            reporter.message(f"{run.path / CONFIG} was damaged, and has been written anew")
+    outdated = [name for name in (SUMMARY, PLAIN, PREDICTIONS) if (run.path / name).exists()]
+    for name in outdated:
+        (run.path / name).unlink()
+    if outdated:
+        reporter.message(f"removed, as they tell of the run with other settings: {', '.join(outdated)}")
 
 
 def _introduction(trainer: Trainer) -> str:
@@ -176,8 +191,8 @@ def _finish(trainer: Trainer, reporter: Reporter) -> dict[str, Any]:
     summary = jsonable(summary)  # the same, whether it is returned now or read later
     if world.is_main:
         save(plain, run.path / PLAIN)
-        run.write_json(SUMMARY, summary)
         _draw(trainer, plain, reporter)
+        run.write_json(SUMMARY, summary)  # last: a run that has it is complete
     world.barrier()
     _report(summary, run.path, reporter, trainer.recipe, str(report))
     return summary

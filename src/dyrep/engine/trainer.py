@@ -150,7 +150,8 @@ class Trainer:
         loader = self.data.train
         self._learner.train_mode_()
         self._began_epoch, self._examples_at_start = time.perf_counter(), self._train_on.read().examples
-        self._train_on.clock.step = self.step  # the same whether the run was interrupted or not
+        # the same whether the run was interrupted or not; σ settles anew, as the structure may just have changed
+        self._train_on.clock.step = self.step
         for raw in loader.batches(self.epoch, self.step):
             progress = self.epoch + self.step / loader.steps
             set_learning_rate_(self.optimizer, learning_rate(self.recipe, progress))

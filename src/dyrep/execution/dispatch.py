@@ -29,7 +29,7 @@ def choose(block: Block, settings: Execution, x: Tensor) -> str:
         return "eager"
     if settings.name != "folded" and not x.is_cuda:
         return "eager"  # what is fused are kernels of a GPU
-    if not any(norm.training for norm in block.scalings()):
+    if not any(norm.training for norm in (*block.scalings(), *_norms(block))):
         return "frozen"
     wanted = "fused" if settings.name == "auto" else settings.name
     if wanted == "folded" and block.passed_norm is not None and settings.gradient != "full":
@@ -48,7 +48,7 @@ def why_not(block: Block, wanted: str, x: Tensor) -> str:
     """Why a block cannot be run in one of the fast ways; empty if it can."""
     if not all(isinstance(norm, BranchNorm) for norm in block.scalings()):
         return "some of its branches are not normalised"
-    norms = [module for module in block.modules() if isinstance(module, BranchNorm)]  # those inside branches too
+    norms = _norms(block)
     if not all(norm.normalises_alone for norm in norms):
         if any(norm.synchronized for norm in norms):
             return "its statistics are shared between processes"
@@ -62,6 +62,11 @@ def why_not(block: Block, wanted: str, x: Tensor) -> str:
     if x.dtype == torch.float64:
         return "the kernels compute in float32"
     return unavailable()
+
+
+def _norms(block: Block) -> list[BranchNorm]:
+    """All of them, those inside branches too."""
+    return [module for module in block.modules() if isinstance(module, BranchNorm)]
 
 
 def forward(block: Block, x: Tensor, how: str, settings: Execution) -> Tensor:

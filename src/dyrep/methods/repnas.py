@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dyrep.checking import read_settings, require
+from dyrep.checking import read_settings, require, require_types
 from dyrep.errors import CheckpointError, DyRepError, StructureError
 from dyrep.events import EventLog
 from dyrep.methods.conversion import convert_
@@ -56,6 +56,7 @@ class RepNASConfig:
     strength_lr: float | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
         valid = {
             "total": (self.total >= 3, "at least 3: epochs to warm up, to search, and to train what was found"),
             "keep": (0 < self.keep <= 1, "above 0 and at most 1"),
@@ -177,6 +178,9 @@ class RepNAS:
 
     def _before_forward(self, model: nn.Module, _: Any) -> None:
         if self.gates is not None and model.training and torch.is_grad_enabled():
+            gradient = self.strengths.grad
+            if gradient is not None:  # of batches before in the same step, or of a step that overflowed and was skipped
+                gradient.mul_(gradient.isfinite().all()).nan_to_num_(0.0, 0.0, 0.0)
             self.gates.set_drawn(self.gates.draw(self.strengths))
 
     def _after_forward(self, model: nn.Module, _: Any, __: Any) -> None:

@@ -124,8 +124,9 @@ def expand_(
     if calibration is None and (relative_gamma or origin_norm == "calibrated"):
         wish = "relative_gamma=True" if relative_gamma else "origin_norm='calibrated'"
         raise CalibrationError(f"{wish} has to see data: pass calibration=batches")
+    _check_layers_named(branches, convs)
     wanted = {
-        name: _wanted_branches(name, conv, branches.get(name) if isinstance(branches, Mapping) else branches)
+        name: _wanted_branches(name, conv, branches[name] if isinstance(branches, Mapping) else branches)
         for name, conv in convs.items()
     }
     if optimizer is not None:
@@ -141,7 +142,7 @@ def expand_(
     }
     outputs = {name: origin_norm_for(conv) if relative_gamma else None for name, conv in convs.items()}
     norms = {
-        name: None if origin_norm == "none" or _has_branches(conv) else origin_norm_for(conv)
+        name: None if origin_norm == "none" or _is_decided(conv) else origin_norm_for(conv)
         for name, conv in convs.items()
     }
     if ranks.distributed(distributed):
@@ -267,9 +268,22 @@ def _wanted_branches(name: str, conv: nn.Module, branches: Sequence[str] | None)
     return list(dict.fromkeys(branches))
 
 
+def _check_layers_named(branches: Any, convs: Mapping[str, nn.Module]) -> None:
+    """Raise if branches are given layer by layer, but for other layers than those that are to grow."""
+    if not isinstance(branches, Mapping):
+        return
+    for name in (*branches, *convs):
+        if name not in branches:
+            raise BranchError(f"layer {name!r} is to grow, but branches= does not say what: add it, or leave it out")
+        if name not in convs:
+            raise BranchError(f"branches= names layer {name!r}, which is not among those to grow: {', '.join(convs)}")
+
+
 def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None) -> list[str]:
     branches = [branches] if isinstance(branches, str) else branches
     present = list(conv.branches) if isinstance(conv, RepConv) else []
+    if branches is not None and not branches:
+        raise BranchError(f"no branches given to cut from layer {name!r}; it has {', '.join(present) or 'none'}")
     if branches is None and isinstance(conv, RepConv) and conv.origin_norm is not None:
         return present  # of a block that may consist of a norm alone
     if not present:
@@ -283,8 +297,9 @@ def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None
     return present if branches is None else list(dict.fromkeys(branches))
 
 
-def _has_branches(conv: nn.Module) -> bool:
-    return isinstance(conv, RepConv) and bool(conv.branches)
+def _is_decided(conv: nn.Module) -> bool:
+    """Whether a convolution has grown before, with a norm on its kernel or without."""
+    return isinstance(conv, RepConv) and (bool(conv.branches) or conv.origin_norm is not None)
 
 
 @torch.no_grad()

@@ -254,6 +254,7 @@ def _initialise_state_(optimizer: Optimizer, parameters: Iterable[nn.Parameter])
             optimizer.state[parameter]["sum"] = torch.full_like(parameter, group["initial_accumulator_value"])
         elif isinstance(optimizer, torch.optim.SGD) and group["fused"] and _has_momentum(optimizer, group):
             # its kernel wants a buffer for every parameter or for none; zeros act as an absent one does
+            # (but for dampening, which spares the first gradient of an absent one)
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     _forget_flat_history_(optimizer)
 

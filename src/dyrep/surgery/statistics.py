@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dyrep.errors import CalibrationError
 from dyrep.norm import BranchNorm
@@ -48,7 +48,7 @@ def update_norms_(model: nn.Module, batches: Iterable[Any], *, forward: Forward 
     modes = [(module, module.training) for module in model.modules()]
     norms = [module for module, training in modes if _has_statistics(module) and (training or not model.training)]
     frozen = [module for module, training in modes if model.training and not training]
-    before = [(norm, {name: value.clone() for name, value in norm.named_buffers()}) for norm in norms]
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     momenta = [(norm, norm.momentum) for norm in norms if isinstance(norm, _BatchNorm)]
     used, completed = 0, False
     model.train()
@@ -66,10 +66,10 @@ def update_norms_(model: nn.Module, batches: Iterable[Any], *, forward: Forward 
             used += 1
         completed = used > 0
     finally:
-        for norm, saved in before:
-            seen = norm.finish_calibration() if isinstance(norm, BranchNorm) else int(norm.num_batches_tracked)  # type: ignore[arg-type]
-            if not (completed and seen):  # a part of the model that no batch reached keeps what it had
-                _restore_(norm, saved)
+        unseen = {id(buffer) for norm in norms if not _batches_seen(norm) for buffer in norm.buffers()}
+        for buffer, saved in before:
+            if not completed or id(buffer) in unseen:  # a part of the model that no batch reached keeps what it had
+                buffer.copy_(saved)
         for norm, momentum in momenta:
             norm.momentum = momentum
         for module, training in modes:
@@ -86,6 +86,5 @@ def _has_statistics(module: nn.Module) -> bool:
     return batch_norm or isinstance(module, BranchNorm)
 
 
-def _restore_(norm: nn.Module, saved: dict[str, Tensor]) -> None:
-    for name, value in norm.named_buffers():
-        value.copy_(saved[name])
+def _batches_seen(norm: nn.Module) -> int:
+    return norm.finish_calibration() if isinstance(norm, BranchNorm) else int(norm.num_batches_tracked)  # type: ignore[arg-type]
