@@ -10,7 +10,7 @@ from engine_helpers import STEPS, assert_same, lines, make_trainer, picture, res
 
 import dyrep
 from dyrep.cli.main import main
-from dyrep.engine import checkpoints, rundir, running
+from dyrep.engine import checkpoints, rundir
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.running import load_run, train
@@ -190,14 +190,6 @@ def test_a_run_that_another_process_started_meanwhile_is_left_alone(tmp_path, mo
     with pytest.raises(CheckpointError, match=r"has just started the run in .*: give the command again"):
         train(recipe, settings(tmp_path))
     assert checkpoints.read(tmp_path / checkpoints.LAST)["step"] == 2
-
-
-def test_the_summary_is_written_last(tmp_path, monkeypatch):
-    seen = []
-    monkeypatch.setattr(running, "_draw", lambda trainer, *_: seen.extend(p.name for p in trainer.run.path.iterdir()))
-    train(small_recipe(method="origin", epochs=1), settings(tmp_path))
-    assert "plain.safetensors" in seen
-    assert "summary.json" not in seen
 
 
 def test_checkpoints_without_a_config_are_refused(stopped, capsys):

@@ -44,7 +44,7 @@ def test_an_error_while_drawing_becomes_a_message(make, data, tmp_path, monkeypa
     chosen = make(epochs=1, method="origin")
 
     def fail(*_):
-        assert (tmp_path / "summary.json").is_file()  # there before anything is drawn
+        assert not (tmp_path / "summary.json").exists()  # a run that is killed here is not taken to be complete
         raise OSError("no font")
 
     monkeypatch.setattr(drawing, "write_sheet", fail)
@@ -52,4 +52,5 @@ def test_an_error_while_drawing_becomes_a_message(make, data, tmp_path, monkeypa
     told = capsys.readouterr().out
     assert "predictions could not be drawn, all else is written: OSError: no font" in told
     assert "results in" in told
+    assert (tmp_path / "summary.json").is_file()
     assert not (tmp_path / "predictions.png").exists()
