@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import downstream
-from arms import STUDIES, against_baseline
+from arms import COMPARISONS, against_baseline
 
 from dyrep.methods import method
-from dyrep.reproduce.paper import STUDIES as PAPER_TABLES
+from dyrep.reproduce import STUDIES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,7 +94,7 @@ def dbb_table() -> str:
     networks = {"cifar10-vgg16": "VGG-16", "imagenet-resnet18": "ResNet-18", "imagenet-resnet50": "ResNet-50"}
     paper = {
         (networks[row.training.recipe], row.training.method): (row.paper["macs"] * 1e6, row.paper["parameters"] * 1e6)
-        for table in PAPER_TABLES.values()
+        for table in STUDIES.values()
         for row in table.rows
         if row.training is not None and row.training.recipe in networks and "macs" in row.paper
         if row.training.method in ("dbb", "dbb7")
@@ -198,7 +198,7 @@ def profile_table() -> str:
 def executions_table() -> str:
     data = json.loads((ROOT / "results" / "executions.json").read_text())
     lines = ["| VGG-16, CIFAR-10, 40 epochs | test accuracy, folded (%) | seeds | s per epoch |", "|---|---|---|---|"]
-    for arm, flags in STUDIES["executions"].arms.items():
+    for arm, flags in COMPARISONS["executions"].arms.items():
         found = [run["test_accuracy"] for run in data["runs"] if run["flags"] == flags]
         if found:
             spread = statistics.stdev(found) if len(found) > 1 else float("nan")
@@ -254,16 +254,16 @@ def mean_and_spread(values: list[float]) -> str:
 def selection_table(name: str) -> str:
     """What a study has found so far."""
     data = json.loads((ROOT / "results" / "selection.json").read_text())
-    study, runs = STUDIES[name], data["runs"]
+    comparison, runs = COMPARISONS[name], data["runs"]
     heads = ("", "accuracy on 5,000 images held out (%)", "seeds", "multiply-adds, average", "against the first (95 %)")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for arm, flags in study.arms.items():
+    for arm, flags in comparison.arms.items():
         own = [run for run in runs if run["flags"] == flags]
         if not own:
             continue
         found = [run["val_accuracy"] for run in own]
         accuracy = f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
-        difference = against_baseline(runs, study, arm)
+        difference = against_baseline(runs, comparison, arm)
         against = "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
         macs = short(statistics.mean(run["mean_macs"] for run in own))
         lines.append(f"| {arm} | {accuracy} | {len(found)} | {macs} | {against} |")
@@ -280,25 +280,25 @@ def cifar_table() -> str:
     command = "python benchmarks/arms.py table --data DIR --out results/cifar.json"
     if not path.exists():
         return f"Not run yet: `{command}`."
-    data, study = json.loads(path.read_text()), STUDIES["table"]
-    paper = {row.label: row.paper for row in PAPER_TABLES["cifar"].rows if row.group == "CIFAR-10"}
+    data, comparison = json.loads(path.read_text()), COMPARISONS["table"]
+    paper = {row.label: row.paper for row in STUDIES["cifar"].rows if row.group == "CIFAR-10"}
     heads = ["600 epochs", "paper (%)", "ours (%)", "against origin (95 %)", "seeds"]
     heads += ["paper, GPU time", "ours", "× origin", "multiply-adds: paper", "ours", "parameters: paper", "ours"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     minutes = {
         arm: statistics.mean(spans)
-        for arm, flags in study.arms.items()
+        for arm, flags in comparison.arms.items()
         if (spans := [run["minutes"] for run in data["runs"] if run["flags"] == flags and "minutes" in run])
     }
-    for arm, flags in study.arms.items():
+    for arm, flags in comparison.arms.items():
         own = [run for run in data["runs"] if run["flags"] == flags]
         if not own:
             continue
         theirs = paper[arm.split(",")[0]]
-        difference = against_baseline(data["runs"], study, arm)
+        difference = against_baseline(data["runs"], comparison, arm)
         times = [str(theirs["cost"]), "–", "–"]
         if arm in minutes:
-            times[1:] = f"{minutes[arm]:.1f} min", f"{minutes[arm] / minutes[study.baseline]:.2f}"
+            times[1:] = f"{minutes[arm]:.1f} min", f"{minutes[arm] / minutes[comparison.baseline]:.2f}"
         cells = [
             *(arm, str(theirs["accuracy"]), mean_and_spread([run["test_accuracy"] for run in own])),
             *("" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}", str(len(own)), *times),
@@ -349,8 +349,8 @@ TABLES = {
     ("docs/results.md", "noise table"): noise_table,
     **{
         ("docs/results.md", f"{name} table"): partial(selection_table, name)
-        for name in STUDIES
-        if STUDIES[name].chooses
+        for name in COMPARISONS
+        if COMPARISONS[name].chooses
     },
 }
 

@@ -13,7 +13,7 @@ import arms
 import tables
 
 FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
-STUDY = arms.Study({name: f"--{name}" for name in FOUND}, "a")
+COMPARISON = arms.Comparison({name: f"--{name}" for name in FOUND}, "a")
 RUNS = [
     {"flags": f"--{name}", "seed": seed, "val_accuracy": accuracy}
     for name, accuracies in FOUND.items()
@@ -22,27 +22,28 @@ RUNS = [
 
 
 def test_differences_are_paired_by_seed_with_a_confidence_interval():
-    mean, reach = arms.against_baseline(RUNS, STUDY, "b")
+    mean, reach = arms.against_baseline(RUNS, COMPARISON, "b")
     assert mean == pytest.approx(5 / 3)
     assert reach == pytest.approx(4.3027 * 1.1547 / 3**0.5, rel=1e-3)  # differences 1, 1, 3
-    assert arms.against_baseline(RUNS, STUDY, "a") is None
-    assert arms.against_baseline(RUNS, STUDY, "c") is None
+    assert arms.against_baseline(RUNS, COMPARISON, "a") is None
+    assert arms.against_baseline(RUNS, COMPARISON, "c") is None
 
 
-@pytest.mark.parametrize("study", arms.STUDIES.values(), ids=list(arms.STUDIES))
-def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(study):
-    assert study.baseline in list(study.arms)[: study.usual]
-    assert study.usual <= 6
-    assert ("--val-split 5000" in study.flags) == study.chooses
+@pytest.mark.parametrize("comparison", arms.COMPARISONS.values(), ids=list(arms.COMPARISONS))
+def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(comparison):
+    assert comparison.baseline in list(comparison.arms)[: comparison.usual]
+    assert comparison.usual <= 6
+    assert ("--val-split 5000" in comparison.flags) == comparison.chooses
 
 
 @pytest.fixture
 def trained(monkeypatch):
     found = []
 
-    def train(study, arm, seed, epochs, given):
+    def train(comparison, arm, seed, epochs, given):
         found.append((arm, seed, epochs))
-        return {"flags": study.arms[arm], "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0, "minutes": 2.0}
+        about = {"flags": comparison.arms[arm], "seed": seed, comparison.metric: 90.0 + seed}
+        return {**about, "epoch_seconds": 1.0, "minutes": 2.0}
 
     monkeypatch.setattr(arms, "train", train)
     return found
@@ -68,7 +69,7 @@ def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone
     arms.main(["table", "--out", str(out), "--seeds", "1", "--arms", "origin", "DBB", "--workers", "2"])
     assert trained == [("origin", 0, 600), ("DBB", 0, 600)]
     assert ["minutes" in run for run in json.loads(out.read_text())["runs"]] == [False, True]  # DBB, origin
-    assert "--interval 15 " in arms.STUDIES["table"].arms["DyRep, our defaults"]
+    assert "--interval 15 " in arms.COMPARISONS["table"].arms["DyRep, our defaults"]
 
 
 def test_studies_share_runs(trained, tmp_path):
@@ -86,21 +87,21 @@ def test_another_setup_is_refused(trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in arms.STUDIES if name != "executions"])
+@pytest.mark.parametrize("name", [name for name in arms.COMPARISONS if name != "executions"])
 def test_every_arm_trains(name, tmp_path, capsys):
     more = "--device cpu --epochs 3 --val-split 400 --batch-size 128 --calibration-batches 2 --interval 1"
     words = ["--recipe", "digits", "--seeds", "1", "--more", more, "--out", str(tmp_path / "found.json")]
     arms.main([name, *words, "--runs", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
-    study = arms.STUDIES[name]
-    assert {run["flags"] for run in found["runs"]} == set(list(study.arms.values())[: study.usual])
+    comparison = arms.COMPARISONS[name]
+    assert {run["flags"] for run in found["runs"]} == set(list(comparison.arms.values())[: comparison.usual])
     assert all(run["mean_macs"] > 0 for run in found["runs"])
 
 
 def test_the_table_of_cifar_stands_beside_the_papers(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.cifar_table().startswith("Not run yet")
-    flags = arms.STUDIES["table"].arms
+    flags = arms.COMPARISONS["table"].arms
     runs = [
         {"flags": flags[arm], "seed": seed, "test_accuracy": accuracy + seed, "mean_macs": 5e8, "mean_parameters": 2e7}
         | ({"minutes": minutes} if minutes else {})
