@@ -220,9 +220,13 @@ def against_baseline(runs: list[dict[str, Any]], comparison: Comparison, arm: st
     return paired(ours, theirs)
 
 
-def train(comparison: Comparison, arm: str, seed: int, epochs: int, given: Any) -> dict[str, Any]:
+def train(
+    comparison: Comparison, arm: str, seed: int, epochs: int, given: Any, to_time: bool = False
+) -> dict[str, Any]:
     """One run of `dyrep train`, and what it found."""
-    out = given.runs / f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
+    name = f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
+    # a run by which epochs are timed may be as long as the others: in their folder it would find theirs, and be over
+    out = given.runs / (f"time-{name}" if to_time else name)
     words = f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
     words += [*given.more.split(), *([] if given.data is None else ["--data", str(given.data)])]
     summary, rows = run_training(given.recipe, words, out)
@@ -280,7 +284,8 @@ def main(command: list[str] | None = None) -> None:
             results.add(run)
     for arm in arms if comparison.timed else ():
         if not results.timed(comparison.arms[arm]):
-            results.set_time(comparison.arms[arm], train(comparison, arm, 0, comparison.timed, given)["epoch_seconds"])
+            run = train(comparison, arm, 0, comparison.timed, given, to_time=True)
+            results.set_time(comparison.arms[arm], run["epoch_seconds"])
     results.show(comparison)
     if failed:
         sys.exit("\n".join(failed))

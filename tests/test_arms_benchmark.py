@@ -40,7 +40,7 @@ def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(comparison)
 def trained(monkeypatch):
     found = []
 
-    def train(comparison, arm, seed, epochs, given):
+    def train(comparison, arm, seed, epochs, given, to_time=False):
         found.append((arm, seed, epochs))
         about = {"flags": comparison.arms[arm], "seed": seed, comparison.metric: 90.0 + seed}
         return {**about, "epoch_seconds": 1.0, "minutes": 2.0}
@@ -61,6 +61,22 @@ def test_what_is_in_the_file_is_not_trained_again(trained, tmp_path, capsys):
 def test_executions_are_timed_alone_at_the_end(trained, tmp_path):
     arms.main(["executions", "--out", str(tmp_path / "found.json"), "--seeds", "1"])
     assert trained[3:] == [(arm, 0, 3) for arm in ("plain", "fused", "folded")]
+
+
+def test_runs_to_time_epochs_by_are_not_those_that_shared_the_gpu(monkeypatch, tmp_path):
+    folders = []
+
+    def run_training(recipe, words, out):
+        folders.append(out.name)
+        seconds = 1.0 if out.name.startswith("time-") else 9.0
+        rows = [{"train_loss": 0.1, "train_seconds": seconds, "update_seconds": 0.0}] * 40
+        return {"val_accuracy": 90.0, "fold_error": 0.0, "seconds": 40 * seconds}, rows
+
+    monkeypatch.setattr(arms, "run_training", run_training)
+    out, flags = tmp_path / "found.json", arms.COMPARISONS["folding"].arms
+    arms.main(["folding", "--out", str(out), "--runs", str(tmp_path), "--seeds", "1", "--workers", "2"])
+    assert sorted(folders) == ["folded-0-40", "fused-0-40", "time-folded-0-40", "time-fused-0-40"]
+    assert json.loads(out.read_text())["epoch_seconds"] == {flags["fused"]: 1.0, flags["folded"]: 1.0}
 
 
 def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone(trained, tmp_path):
