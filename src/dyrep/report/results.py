@@ -7,7 +7,6 @@ import statistics
 
 from dyrep.records import finite
 from dyrep.report import history
-from dyrep.report.html import MISSING
 from dyrep.report.runs import Group
 
 
@@ -18,19 +17,6 @@ def accuracies(group: Group) -> list[float]:
         return [value for value in told if value is not None]
     latest = [history.series(run, f"{run.split}_{run.metric}") for run in group.runs]
     return [values[-1][1] for values in latest if values]
-
-
-def mean_and_spread(values: list[float]) -> str:
-    """Mean ± sample standard deviation.
-
-    Example:
-        >>> mean_and_spread([94.0, 95.0]), mean_and_spread([94.0]), mean_and_spread([])
-        ('94.50 ± 0.71', '94.00', '–')
-    """
-    if not values:
-        return MISSING
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
 
 
 def macs(group: Group) -> float | None:
