@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, paired, run_training
+from runs import ResultFile, epoch_seconds, paired, run_training, told
 
 from dyrep.records import EVENTS, read_lines
+from dyrep.wording import mean_and_spread
 
 
 @dataclass(frozen=True)
@@ -193,8 +194,7 @@ class Results(ResultFile):
             found = list(by_seed(runs, comparison.metric, flags).values())
             if not found:
                 continue
-            spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-            line = f"{arm:32s} {statistics.mean(found):.2f} ± {spread:.2f} % ({len(found)})"
+            line = f"{arm:32s} {mean_and_spread(found)} % ({len(found)})"
             macs = [run["mean_macs"] for run in runs if run["flags"] == flags and "mean_macs" in run]
             if macs:
                 line += f"  {statistics.mean(macs) / 1e6:.0f} M"
@@ -202,8 +202,7 @@ class Results(ResultFile):
                 line += f"  {self.data['epoch_seconds'][flags]:.2f} s per epoch"
             difference = against_baseline(runs, comparison, arm)
             if difference is not None:
-                mean, reach = difference
-                line += f"  {mean:+.2f} ± {reach:.2f} against {comparison.baseline} (95 %)"
+                line += f"  {told(difference)} against {comparison.baseline} (95 %)"
             print(line)
 
 

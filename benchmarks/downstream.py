@@ -17,7 +17,6 @@ run of a row starts from a backbone of its own, and rows are compared seed by se
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, paired, run_training
+from runs import ResultFile, epoch_seconds, paired, run_training, told
+
+from dyrep.wording import mean_and_spread
 
 ARMS = {
     "origin": ("origin", "origin"),
@@ -213,11 +214,10 @@ class Bench:
             own = [run for run in self.results.data["runs"] if run["task"] == name]
             for arm in dict.fromkeys(run["arm"] for run in own):
                 found = [run[task.metric] for run in own if run["arm"] == arm]
-                spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-                line = f"{name:14s}{arm:14s}{statistics.mean(found):.2f} ± {spread:.2f} %"
+                line = f"{name:14s}{arm:14s}{mean_and_spread(found)} %"
                 difference = against_origin(own, task.metric, arm)
                 if difference is not None:
-                    line += f"  {difference[0]:+.2f} ± {difference[1]:.2f} against origin (95 %)"
+                    line += f"  {told(difference)} against origin (95 %)"
                 print(line)
 
 

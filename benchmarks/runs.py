@@ -75,3 +75,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
         return None
     reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
     return statistics.mean(differences), float(reach)
+
+
+def told(difference: tuple[float, float] | None) -> str:
+    """A paired difference for a table; nothing where there is none."""
+    return "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"

@@ -16,9 +16,11 @@ from typing import Any
 
 import downstream
 from arms import COMPARISONS, against_baseline
+from runs import told
 
 from dyrep.methods import method
 from dyrep.reproduce import STUDIES
+from dyrep.wording import MISSING, mean_and_spread
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -112,8 +114,9 @@ def digits_table() -> str:
     data = json.loads((ROOT / "results" / "digits.json").read_text())
     lines = ["| digits, 24 epochs | test accuracy, folded (%) | largest fold error |", "|---|---|---|"]
     for name, row in data["rows"].items():
+        accuracy = mean_and_spread([run["test_accuracy_folded"] for run in row["runs"]])
         worst = max(run["fold_error"] for run in row["runs"])
-        lines.append(f"| {name} | {row['accuracy']:.2f} ± {row['accuracy_sd']:.2f} | {worst:.1e} |")
+        lines.append(f"| {name} | {accuracy} | {worst:.1e} |")
     blocks = data["rows"]["repnas"]["runs"][0]["structure"]["blocks"]
     kept = [
         f"{layer}: {', '.join([*(['KxK'] if block.get('origin', True) else []), *block['branches']])}"
@@ -201,10 +204,9 @@ def executions_table() -> str:
     for arm, flags in COMPARISONS["executions"].arms.items():
         found = [run["test_accuracy"] for run in data["runs"] if run["flags"] == flags]
         if found:
-            spread = statistics.stdev(found) if len(found) > 1 else float("nan")
             each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
             seconds = f"{data['epoch_seconds'][flags]:.2f}" if flags in data["epoch_seconds"] else "not measured"
-            lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds} |")
+            lines.append(f"| {arm} | {mean_and_spread(found)} | {each} | {seconds} |")
     versions = data["versions"]
     lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
     return "\n".join(lines)
@@ -226,13 +228,12 @@ def downstream_table() -> str:
         cells = [arm, mean_and_spread([run["accuracy"] for run in data["backbones"] if run["method"] == before])]
         for name, task in downstream.TASKS.items():
             own = [run for run in tasks[name] if run["arm"] == arm]
-            difference = downstream.against_origin(tasks[name], task.metric, arm)
             alone = [run["epoch_seconds"] for run in own if run["shared_by"] == 1]
             seconds = data["epoch_seconds"].get(name, {}).get(after) or (statistics.mean(alone) if alone else None)
             cells += [
                 mean_and_spread([run[task.metric] for run in own]),
-                "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}",
-                "–" if seconds is None else f"{seconds:.2f}",
+                told(downstream.against_origin(tasks[name], task.metric, arm)),
+                MISSING if seconds is None else f"{seconds:.2f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
     words = []
@@ -243,12 +244,6 @@ def downstream_table() -> str:
     versions = data["versions"]
     about = f"{data['hardware']}; torch {versions['torch']}; `make downstream`, `results/downstream.json`"
     return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd. {'; '.join(words)}; {about})"])
-
-
-def mean_and_spread(values: list[float]) -> str:
-    if not values:
-        return "–"
-    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
 
 
 def selection_table(name: str) -> str:
@@ -262,11 +257,9 @@ def selection_table(name: str) -> str:
         if not own:
             continue
         found = [run["val_accuracy"] for run in own]
-        accuracy = f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
-        difference = against_baseline(runs, comparison, arm)
-        against = "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
         macs = short(statistics.mean(run["mean_macs"] for run in own))
-        lines.append(f"| {arm} | {accuracy} | {len(found)} | {macs} | {against} |")
+        against = told(against_baseline(runs, comparison, arm))
+        lines.append(f"| {arm} | {mean_and_spread(found)} | {len(found)} | {macs} | {against} |")
     versions = data["versions"]
     command = f"python benchmarks/arms.py {name} --data DIR --out results/selection.json"
     if len(lines) < 4:  # one arm alone says nothing
@@ -295,13 +288,13 @@ def cifar_table() -> str:
         if not own:
             continue
         theirs = paper[arm.split(",")[0]]
-        difference = against_baseline(data["runs"], comparison, arm)
-        times = [str(theirs["cost"]), "–", "–"]
-        if arm in minutes:
-            times[1:] = f"{minutes[arm]:.1f} min", f"{minutes[arm] / minutes[comparison.baseline]:.2f}"
+        time = f"{minutes[arm]:.1f} min" if arm in minutes else MISSING
+        both = minutes.keys() >= {arm, comparison.baseline}  # runs that shared the GPU have no time
+        ratio = f"{minutes[arm] / minutes[comparison.baseline]:.2f}" if both else MISSING
         cells = [
             *(arm, str(theirs["accuracy"]), mean_and_spread([run["test_accuracy"] for run in own])),
-            *("" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}", str(len(own)), *times),
+            *(told(against_baseline(data["runs"], comparison, arm)), str(len(own))),
+            *(str(theirs["cost"]), time, ratio),
             *(f"{theirs['macs']} M", short(statistics.mean(run["mean_macs"] for run in own))),
             *(f"{theirs['parameters']} M", short(statistics.mean(run["mean_parameters"] for run in own))),
         ]

@@ -10,7 +10,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
-import tables
 
 FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
 COMPARISON = arms.Comparison({name: f"--{name}" for name in FOUND}, "a")
@@ -112,26 +111,3 @@ def test_every_arm_trains(name, tmp_path, capsys):
     comparison = arms.COMPARISONS[name]
     assert {run["flags"] for run in found["runs"]} == set(list(comparison.arms.values())[: comparison.usual])
     assert all(run["mean_macs"] > 0 for run in found["runs"])
-
-
-def test_the_table_of_cifar_stands_beside_the_papers(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.cifar_table().startswith("Not run yet")
-    flags = arms.COMPARISONS["table"].arms
-    runs = [
-        {"flags": flags[arm], "seed": seed, "test_accuracy": accuracy + seed, "mean_macs": 5e8, "mean_parameters": 2e7}
-        | ({"minutes": minutes} if minutes else {})
-        for arm, accuracy, minutes in (("origin", 94.0, 8.0), ("DBB", 94.5, None), ("DyRep, our defaults", 95.0, 10.0))
-        for seed in (0, 1)
-    ]
-    (tmp_path / "results").mkdir()
-    data = {"hardware": "a GPU", "versions": {"torch": "2.6"}, "runs": runs}
-    (tmp_path / "results" / "cifar.json").write_text(json.dumps(data))
-    lines = tables.cifar_table().splitlines()
-    assert lines[2].startswith(
-        "| origin | 94.68 ± 0.08 | 94.50 ± 0.71 |  | 2 | 2.4 h | 8.0 min | 1.00 | 313 M | 500.0 M |"
-    )
-    assert lines[3].startswith("| DBB | 94.97 ± 0.06 | 95.00 ± 0.71 | +0.50 ± 0.00 | 2 | 9.4 h | – | – |")
-    assert lines[4].startswith(
-        "| DyRep, our defaults | 95.22 ± 0.13 | 95.50 ± 0.71 | +1.00 ± 0.00 | 2 | 6.9 h | 10.0 min | 1.25"
-    )
