@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, paired, run_training, told
+from runs import ResultFile, paired, run_training, told
 
 from dyrep.records import EVENTS, read_lines
+from dyrep.report.history import epoch_seconds
 from dyrep.wording import mean_and_spread
 
 

@@ -25,8 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, paired, run_training, told
+from runs import ResultFile, paired, run_training, told
 
+from dyrep.report.history import epoch_seconds
 from dyrep.wording import mean_and_spread
 
 ARMS = {

@@ -61,11 +61,6 @@ def run_training(recipe: str, words: Sequence[str], out: Path) -> tuple[dict[str
     return read_json(out / SUMMARY), read_lines(out / ROWS)
 
 
-def epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Mean time of an epoch, updates included; the first one compiles and captures, and does not count."""
-    return statistics.mean(row["train_seconds"] + row["update_seconds"] for row in rows[1:] or rows)
-
-
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float, float] | None:
     """Mean difference over common seeds, and half the width of its 95 % confidence interval."""
     from scipy import stats
