@@ -28,18 +28,16 @@ from typing import Any
 from runs import ResultFile, paired, run_training, told
 
 from dyrep.report.history import epoch_seconds
+from dyrep.reproduce import STUDIES
+from dyrep.reproduce.scales import DRAWN
 from dyrep.wording import mean_and_spread
 
+PAPER = STUDIES["downstream"].rows
 ARMS = {
-    "origin": ("origin", "origin"),
-    "DBB-C": ("dbb", "origin"),
-    "DyRep-C": ("dyrep", "origin"),
-    "DyRep-D": ("origin", "dyrep"),
-    "DyRep-C+D": ("dyrep", "dyrep"),
+    **{row.label.replace(", ", "-"): (row.training.method, row.tasks["mAP"].method) for row in PAPER},
     "from scratch": (None, "origin"),
 }
 """Method of the backbone and of the task, by the name of a row; those of the paper come first."""
-PAPER_ARMS = 5
 PARTS = ("backbones", "detection", "segmentation", "times")
 
 
@@ -49,33 +47,32 @@ class Task:
 
     Attributes:
         recipe: of `dyrep train`.
-        folder: of its data, in the folder of all data.
         metric: key of its metric in the summary of a run.
-        smoke: flags that make it tiny.
+        smoke: flags that make it tiny, on the same data (the settings in `DRAWN` are for drawn pictures).
     """
 
     recipe: str
-    folder: str
     metric: str
     smoke: str
+
+    @property
+    def folder(self) -> str:
+        """Of its data, in the folder of all data."""
+        return DRAWN[self.recipe][0]
 
 
 BACKBONE = Task(
     "tiny-imagenet-resnet18",
-    "tiny-imagenet-100",
     "accuracy",
     "--image-size 16 --crop-padding 2 --batch-size 8 --lr 0.01 --calibration-batches 1",
 )
 TASKS = {
     "detection": Task(
         "bccd-fasterrcnn",
-        "BCCD",
         "map",
         "--image-size 64 --batch-size 4 --lr 0.005 --warmup-epochs 0 --boxes-per-image 8 --calibration-batches 1",
     ),
-    "segmentation": Task(
-        "camvid-pspnet", "CamVid", "miou", "--image-size 32 --batch-size 4 --lr 0.01 --calibration-batches 1"
-    ),
+    "segmentation": Task("camvid-pspnet", "miou", "--image-size 32 --batch-size 4 --lr 0.01 --calibration-batches 1"),
 }
 EPOCHS = {"backbones": (20, 2), "detection": (24, 3), "segmentation": (80, 8)}
 """Epochs, and epochs between updates."""
@@ -245,7 +242,7 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs") / "downstream", help="folder for the runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:PAPER_ARMS])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[: len(PAPER)])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--backbone-epochs", type=int)
     parser.add_argument("--workers", type=int, default=1, help="runs that share the GPU")

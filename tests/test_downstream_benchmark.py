@@ -15,6 +15,7 @@ from downstream_data import write_masks, write_voc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import downstream
+import runs
 import tables
 
 
@@ -71,6 +72,18 @@ def test_parts_are_done_one_by_one_and_times_alone(trained, tmp_path):
     ]
     times = json.loads((tmp_path / "found.json").read_text())["epoch_seconds"]
     assert times["detection"]["dyrep"] == 3
+
+
+def test_the_results_that_are_there_are_gone_on_with(trained, tmp_path, monkeypatch):
+    text = (Path(downstream.__file__).parent.parent / "results" / "downstream.json").read_text()
+    saved = json.loads(text)
+    for what in ("hardware", "versions"):
+        monkeypatch.setattr(runs, what, lambda what=what: saved[what])
+    out = tmp_path / "downstream.json"
+    out.write_text(text)
+    downstream.main(["--data", str(tmp_path), "--out", str(out), "--parts", "backbones", "detection"])
+    assert not trained
+    assert {run["arm"] for run in saved["runs"]} == set(list(downstream.ARMS)[:5])
 
 
 def test_another_setup_is_refused(trained, tmp_path):
