@@ -17,9 +17,7 @@ the interval of its difference reaches no lower than -0.1 points: then that one.
 over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
 those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain
 network, DBB, seven branches from the start) are there to compare with. The studies are run in the order gammas, scores,
-norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`). At first scores came before gammas;
-where branches are cannot matter while they hardly take part, so the two changed places after the first seed of scores,
-before anything was chosen.
+norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
 """
 
 from __future__ import annotations
@@ -44,6 +42,7 @@ class Comparison:
     """What a study compares: ways to train, with the same seeds.
 
     Attributes:
+        title: what it is about, to be told in a sentence.
         arms: flags of `dyrep train` by name; all that are run unless told otherwise come first.
         baseline: the arm that others are compared with.
         usual: how many arms are run unless told otherwise.
@@ -52,6 +51,7 @@ class Comparison:
         epochs: of all other runs.
     """
 
+    title: str
     arms: dict[str, str]
     baseline: str
     usual: int = 6
@@ -86,6 +86,7 @@ CUT = f"{NORMED}{CHOSEN['cut']}"
 COMPETITORS = {"origin": "--method origin", "DBB": "--method dbb", "seven branches": BLOCKS}
 COMPARISONS = {
     "executions": Comparison(
+        "whether folding while training costs accuracy",
         {
             "plain": "--method origin",
             "fused": f"{BLOCKS} --execution fused",
@@ -99,6 +100,7 @@ COMPARISONS = {
         timed=3,
     ),
     "table": Comparison(
+        "the table of CIFAR-10, 600 epochs",
         {
             "origin": "--method origin",
             "DBB": "--method dbb",
@@ -110,6 +112,7 @@ COMPARISONS = {
         epochs=600,
     ),
     "gammas": Comparison(
+        "the γ that new branches start with",
         {
             "0.01": START,
             "0.1": f"{START} --gamma 0.1",
@@ -120,6 +123,7 @@ COMPARISONS = {
         "0.01",
     ),
     "scores": Comparison(
+        "what to expand",
         {
             name: f"{DYREP} --score {score} --origin-norm none{CHOSEN['gamma']}"
             for name, score in {
@@ -130,6 +134,7 @@ COMPARISONS = {
         "synflow",
     ),
     "norms": Comparison(
+        "a norm on the original kernel, and what DyRep is up against",
         {
             "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
             "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
@@ -139,6 +144,7 @@ COMPARISONS = {
         "none",
     ),
     "cuts": Comparison(
+        "when to cut",
         {
             "paper": NORMED,
             "never": f"{NORMED} --cut none",
@@ -147,6 +153,7 @@ COMPARISONS = {
         "paper",
     ),
     "limits": Comparison(
+        "how much to grow",
         {
             "1.5 × plain": CUT,
             "1.5 × plain, nested": f"{CUT} --max-depth 3",
@@ -158,6 +165,7 @@ COMPARISONS = {
         usual=4,
     ),
     "folding": Comparison(
+        "blocks run exactly or folded",
         {"fused": CUT, "folded": f"{CUT} --execution folded"},
         "fused",
         timed=40,  # all of them: the structure grows

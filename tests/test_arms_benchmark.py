@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
 
 FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
-COMPARISON = arms.Comparison({name: f"--{name}" for name in FOUND}, "a")
+COMPARISON = arms.Comparison("what is best", {name: f"--{name}" for name in FOUND}, "a")
 RUNS = [
     {"flags": f"--{name}", "seed": seed, "val_accuracy": accuracy}
     for name, accuracies in FOUND.items()
