@@ -17,9 +17,7 @@ the interval of its difference reaches no lower than -0.1 points: then that one.
 over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
 those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain
 network, DBB, seven branches from the start) are there to compare with. The studies are run in the order gammas, scores,
-norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`). At first scores came before gammas;
-where branches are cannot matter while they hardly take part, so the two changed places after the first seed of scores,
-before anything was chosen.
+norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
 """
 
 from __future__ import annotations
@@ -32,16 +30,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, paired, run_training
+from runs import ResultFile, paired, run_training, told
 
 from dyrep.records import EVENTS, read_lines
+from dyrep.report.history import epoch_seconds
+from dyrep.wording import mean_and_spread
 
 
 @dataclass(frozen=True)
-class Study:
-    """Ways to train that are compared.
+class Comparison:
+    """What a study compares: ways to train, with the same seeds.
 
     Attributes:
+        title: what it is about, to be told in a sentence.
         arms: flags of `dyrep train` by name; all that are run unless told otherwise come first.
         baseline: the arm that others are compared with.
         usual: how many arms are run unless told otherwise.
@@ -50,6 +51,7 @@ class Study:
         epochs: of all other runs.
     """
 
+    title: str
     arms: dict[str, str]
     baseline: str
     usual: int = 6
@@ -82,8 +84,9 @@ SCORED = f"{DYREP} --score {CHOSEN['score']}"
 NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
 CUT = f"{NORMED}{CHOSEN['cut']}"
 COMPETITORS = {"origin": "--method origin", "DBB": "--method dbb", "seven branches": BLOCKS}
-STUDIES = {
-    "executions": Study(
+COMPARISONS = {
+    "executions": Comparison(
+        "whether folding while training costs accuracy",
         {
             "plain": "--method origin",
             "fused": f"{BLOCKS} --execution fused",
@@ -96,7 +99,8 @@ STUDIES = {
         chooses=False,
         timed=3,
     ),
-    "table": Study(
+    "table": Comparison(
+        "the table of CIFAR-10, 600 epochs",
         {
             "origin": "--method origin",
             "DBB": "--method dbb",
@@ -107,7 +111,8 @@ STUDIES = {
         chooses=False,
         epochs=600,
     ),
-    "gammas": Study(
+    "gammas": Comparison(
+        "the γ that new branches start with",
         {
             "0.01": START,
             "0.1": f"{START} --gamma 0.1",
@@ -117,7 +122,8 @@ STUDIES = {
         },
         "0.01",
     ),
-    "scores": Study(
+    "scores": Comparison(
+        "what to expand",
         {
             name: f"{DYREP} --score {score} --origin-norm none{CHOSEN['gamma']}"
             for name, score in {
@@ -127,7 +133,8 @@ STUDIES = {
         },
         "synflow",
     ),
-    "norms": Study(
+    "norms": Comparison(
+        "a norm on the original kernel, and what DyRep is up against",
         {
             "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
             "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
@@ -136,7 +143,8 @@ STUDIES = {
         },
         "none",
     ),
-    "cuts": Study(
+    "cuts": Comparison(
+        "when to cut",
         {
             "paper": NORMED,
             "never": f"{NORMED} --cut none",
@@ -144,7 +152,8 @@ STUDIES = {
         },
         "paper",
     ),
-    "limits": Study(
+    "limits": Comparison(
+        "how much to grow",
         {
             "1.5 × plain": CUT,
             "1.5 × plain, nested": f"{CUT} --max-depth 3",
@@ -155,12 +164,14 @@ STUDIES = {
         "1.5 × plain",
         usual=4,
     ),
-    "folding": Study(
+    "folding": Comparison(
+        "blocks run exactly or folded",
         {"fused": CUT, "folded": f"{CUT} --execution folded"},
         "fused",
         timed=40,  # all of them: the structure grows
     ),
 }
+"""Studies by the name to type. (`dyrep.reproduce.STUDIES` are others: the paper's.)"""
 
 
 class Results(ResultFile):
@@ -185,24 +196,22 @@ class Results(ResultFile):
         """Whether that time is there."""
         return flags in self.data["epoch_seconds"]
 
-    def show(self, study: Study) -> None:
+    def show(self, comparison: Comparison) -> None:
         """Print a line for every arm."""
         runs = self.data["runs"]
-        for arm, flags in study.arms.items():
-            found = list(by_seed(runs, study.metric, flags).values())
+        for arm, flags in comparison.arms.items():
+            found = list(by_seed(runs, comparison.metric, flags).values())
             if not found:
                 continue
-            spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-            line = f"{arm:32s} {statistics.mean(found):.2f} ± {spread:.2f} % ({len(found)})"
+            line = f"{arm:32s} {mean_and_spread(found)} % ({len(found)})"
             macs = [run["mean_macs"] for run in runs if run["flags"] == flags and "mean_macs" in run]
             if macs:
                 line += f"  {statistics.mean(macs) / 1e6:.0f} M"
             if self.timed(flags):
                 line += f"  {self.data['epoch_seconds'][flags]:.2f} s per epoch"
-            difference = against_baseline(runs, study, arm)
+            difference = against_baseline(runs, comparison, arm)
             if difference is not None:
-                mean, reach = difference
-                line += f"  {mean:+.2f} ± {reach:.2f} against {study.baseline} (95 %)"
+                line += f"  {told(difference)} against {comparison.baseline} (95 %)"
             print(line)
 
 
@@ -211,27 +220,31 @@ def by_seed(runs: list[dict[str, Any]], metric: str, flags: str) -> dict[int, fl
     return {run["seed"]: run[metric] for run in runs if run["flags"] == flags}
 
 
-def against_baseline(runs: list[dict[str, Any]], study: Study, arm: str) -> tuple[float, float] | None:
+def against_baseline(runs: list[dict[str, Any]], comparison: Comparison, arm: str) -> tuple[float, float] | None:
     """Mean difference to the baseline over common seeds, and half the width of its 95 % confidence interval."""
-    if arm == study.baseline:
+    if arm == comparison.baseline:
         return None
-    ours, theirs = (by_seed(runs, study.metric, study.arms[name]) for name in (arm, study.baseline))
+    ours, theirs = (by_seed(runs, comparison.metric, comparison.arms[name]) for name in (arm, comparison.baseline))
     return paired(ours, theirs)
 
 
-def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[str, Any]:
+def train(
+    comparison: Comparison, arm: str, seed: int, epochs: int, given: Any, to_time: bool = False
+) -> dict[str, Any]:
     """One run of `dyrep train`, and what it found."""
-    out = given.runs / f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
-    words = f"{study.arms[arm]} {study.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
+    name = f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
+    # a run by which epochs are timed may be as long as the others: in their folder it would find theirs, and be over
+    out = given.runs / (f"time-{name}" if to_time else name)
+    words = f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
     words += [*given.more.split(), *([] if given.data is None else ["--data", str(given.data)])]
     summary, rows = run_training(given.recipe, words, out)
     seconds = epoch_seconds(rows)
-    print(f"{arm:32s} seed {seed}: {study.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
+    print(f"{arm:32s} seed {seed}: {comparison.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)
     edits = [edit for event in read_lines(out / EVENTS) for edit in event.get("edits", ())]
     found = {
-        "flags": study.arms[arm],
+        "flags": comparison.arms[arm],
         "seed": seed,
-        study.metric: study.accuracy(summary),
+        comparison.metric: comparison.accuracy(summary),
         "fold_error": summary["fold_error"],
         "minutes": summary["seconds"] / 60,
         "train_loss": rows[-1]["train_loss"],
@@ -244,7 +257,7 @@ def train(study: Study, arm: str, seed: int, epochs: int, given: Any) -> dict[st
 
 def main(command: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("study", choices=list(COMPARISONS))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, help="folder for the runs (default: runs/STUDY)")
     parser.add_argument("--data", type=Path)
@@ -255,18 +268,18 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--more", default="", help="flags for every run, to try things out")
     given = parser.parse_args(command)
-    study = STUDIES[given.study]
+    comparison = COMPARISONS[given.study]
     given.runs = given.runs or Path("runs") / given.study
-    given.seeds, given.epochs = given.seeds or (5 if study.chooses else 3), given.epochs or study.epochs
-    arms = given.arms or list(study.arms)[: study.usual]
-    unknown = [arm for arm in arms if arm not in study.arms]
+    given.seeds, given.epochs = given.seeds or (5 if comparison.chooses else 3), given.epochs or comparison.epochs
+    arms = given.arms or list(comparison.arms)[: comparison.usual]
+    unknown = [arm for arm in arms if arm not in comparison.arms]
     if unknown:
-        parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(study.arms)}")
-    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": study.flags}
+        parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(comparison.arms)}")
+    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": comparison.flags}
     results = Results(given.out, config, {"runs": [], "epoch_seconds": {}})
-    wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(study.arms[arm], seed)]
+    wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(comparison.arms[arm], seed)]
     with ThreadPoolExecutor(given.workers) as pool:
-        jobs = [pool.submit(train, study, arm, seed, given.epochs, given) for arm, seed in wanted]
+        jobs = [pool.submit(train, comparison, arm, seed, given.epochs, given) for arm, seed in wanted]
         failed = []
         for job in as_completed(jobs):
             try:
@@ -277,10 +290,11 @@ def main(command: list[str] | None = None) -> None:
             if given.workers > 1:
                 del run["epoch_seconds"], run["minutes"]
             results.add(run)
-    for arm in arms if study.timed else ():
-        if not results.timed(study.arms[arm]):
-            results.set_time(study.arms[arm], train(study, arm, 0, study.timed, given)["epoch_seconds"])
-    results.show(study)
+    for arm in arms if comparison.timed else ():
+        if not results.timed(comparison.arms[arm]):
+            run = train(comparison, arm, 0, comparison.timed, given, to_time=True)
+            results.set_time(comparison.arms[arm], run["epoch_seconds"])
+    results.show(comparison)
     if failed:
         sys.exit("\n".join(failed))
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from runs import run_training
+
 from dyrep.engine.rundir import hardware, versions
-from dyrep.records import SUMMARY, read_json, write_json
+from dyrep.records import write_json
 
 RUNS = {
     "origin": "--method origin",
@@ -47,12 +47,8 @@ KEPT = (
 
 
 def train(name: str, seed: int, folder: Path, more: str) -> dict[str, Any]:
-    out = folder / f"{name}-{seed}"
-    words = f"{RUNS[name]} --seed {seed} --device cpu --progress False {more}".split()
-    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dyrep", "train", "digits", *words, "--out", str(out)]
-    subprocess.run(command, check=True, capture_output=True, env=threads)
-    summary = read_json(out / SUMMARY)
+    words = f"{RUNS[name]} --seed {seed} --device cpu {more}".split()
+    summary, _ = run_training("digits", words, folder / f"{name}-{seed}", env={"OMP_NUM_THREADS": "1"})
     print(f"{name:20s} seed {seed}: {summary['test_accuracy_folded']:.2f} %", flush=True)
     return {"seed": seed, **{key: summary[key] for key in KEPT}}
 

@@ -17,7 +17,6 @@ run of a row starts from a backbone of its own, and rows are compared seed by se
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -26,18 +25,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runs import ResultFile, epoch_seconds, paired, run_training
+from runs import ResultFile, paired, run_training, told
 
+from dyrep.report.history import epoch_seconds
+from dyrep.reproduce import STUDIES
+from dyrep.reproduce.scales import DRAWN
+from dyrep.wording import mean_and_spread
+
+PAPER = STUDIES["downstream"].rows
 ARMS = {
-    "origin": ("origin", "origin"),
-    "DBB-C": ("dbb", "origin"),
-    "DyRep-C": ("dyrep", "origin"),
-    "DyRep-D": ("origin", "dyrep"),
-    "DyRep-C+D": ("dyrep", "dyrep"),
+    **{row.label.replace(", ", "-"): (row.training.method, row.tasks["mAP"].method) for row in PAPER},
     "from scratch": (None, "origin"),
 }
 """Method of the backbone and of the task, by the name of a row; those of the paper come first."""
-PAPER_ARMS = 5
 PARTS = ("backbones", "detection", "segmentation", "times")
 
 
@@ -47,33 +47,32 @@ class Task:
 
     Attributes:
         recipe: of `dyrep train`.
-        folder: of its data, in the folder of all data.
         metric: key of its metric in the summary of a run.
-        smoke: flags that make it tiny.
+        smoke: flags that make it tiny, on the same data (the settings in `DRAWN` are for drawn pictures).
     """
 
     recipe: str
-    folder: str
     metric: str
     smoke: str
+
+    @property
+    def folder(self) -> str:
+        """Of its data, in the folder of all data."""
+        return DRAWN[self.recipe][0]
 
 
 BACKBONE = Task(
     "tiny-imagenet-resnet18",
-    "tiny-imagenet-100",
     "accuracy",
     "--image-size 16 --crop-padding 2 --batch-size 8 --lr 0.01 --calibration-batches 1",
 )
 TASKS = {
     "detection": Task(
         "bccd-fasterrcnn",
-        "BCCD",
         "map",
         "--image-size 64 --batch-size 4 --lr 0.005 --warmup-epochs 0 --boxes-per-image 8 --calibration-batches 1",
     ),
-    "segmentation": Task(
-        "camvid-pspnet", "CamVid", "miou", "--image-size 32 --batch-size 4 --lr 0.01 --calibration-batches 1"
-    ),
+    "segmentation": Task("camvid-pspnet", "miou", "--image-size 32 --batch-size 4 --lr 0.01 --calibration-batches 1"),
 }
 EPOCHS = {"backbones": (20, 2), "detection": (24, 3), "segmentation": (80, 8)}
 """Epochs, and epochs between updates."""
@@ -213,11 +212,10 @@ class Bench:
             own = [run for run in self.results.data["runs"] if run["task"] == name]
             for arm in dict.fromkeys(run["arm"] for run in own):
                 found = [run[task.metric] for run in own if run["arm"] == arm]
-                spread = statistics.stdev(found) if len(found) > 1 else float("nan")
-                line = f"{name:14s}{arm:14s}{statistics.mean(found):.2f} ± {spread:.2f} %"
+                line = f"{name:14s}{arm:14s}{mean_and_spread(found)} %"
                 difference = against_origin(own, task.metric, arm)
                 if difference is not None:
-                    line += f"  {difference[0]:+.2f} ± {difference[1]:.2f} against origin (95 %)"
+                    line += f"  {told(difference)} against origin (95 %)"
                 print(line)
 
 
@@ -244,7 +242,7 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", type=Path, default=Path("runs") / "downstream", help="folder for the runs")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:PAPER_ARMS])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[: len(PAPER)])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--backbone-epochs", type=int)
     parser.add_argument("--workers", type=int, default=1, help="runs that share the GPU")

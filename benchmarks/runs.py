@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -52,18 +53,25 @@ def _same_setup(found: Mapping[str, Any], setup: Mapping[str, Any]) -> bool:
     return same and all(ours[package] == theirs[package] for package in ours.keys() & theirs.keys())
 
 
-def run_training(recipe: str, words: Sequence[str], out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """One run of `dyrep train`: its summary and its rows of metrics. A run that is complete is not repeated."""
+def run_training(
+    recipe: str, words: Sequence[str], out: Path, env: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One run of `dyrep train`: its summary and its rows of metrics. A run that is complete is not repeated.
+
+    Args:
+        recipe: what to train.
+        words: flags.
+        out: folder of the run.
+        env: environment variables beyond our own.
+
+    Raises:
+        RuntimeError: it failed; the message has what it printed.
+    """
     command = [sys.executable, "-m", "dyrep", "train", recipe, *words, "--progress", "False", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return read_json(out / SUMMARY), read_lines(out / ROWS)
-
-
-def epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Mean time of an epoch, updates included; the first one compiles and captures, and does not count."""
-    return statistics.mean(row["train_seconds"] + row["update_seconds"] for row in rows[1:] or rows)
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[float, float] | None:
@@ -75,3 +83,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
         return None
     reach = stats.t.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
     return statistics.mean(differences), float(reach)
+
+
+def told(difference: tuple[float, float] | None) -> str:
+    """A paired difference for a table; nothing where there is none."""
+    return "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"

@@ -10,15 +10,16 @@ import json
 import re
 import statistics
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import downstream
-from arms import STUDIES, against_baseline
+from arms import COMPARISONS, against_baseline
+from runs import told
 
 from dyrep.methods import method
-from dyrep.reproduce.paper import STUDIES as PAPER_TABLES
+from dyrep.reproduce import STUDIES
+from dyrep.wording import METRICS, MISSING, mean_and_spread
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,7 +95,7 @@ def dbb_table() -> str:
     networks = {"cifar10-vgg16": "VGG-16", "imagenet-resnet18": "ResNet-18", "imagenet-resnet50": "ResNet-50"}
     paper = {
         (networks[row.training.recipe], row.training.method): (row.paper["macs"] * 1e6, row.paper["parameters"] * 1e6)
-        for table in PAPER_TABLES.values()
+        for table in STUDIES.values()
         for row in table.rows
         if row.training is not None and row.training.recipe in networks and "macs" in row.paper
         if row.training.method in ("dbb", "dbb7")
@@ -112,8 +113,9 @@ def digits_table() -> str:
     data = json.loads((ROOT / "results" / "digits.json").read_text())
     lines = ["| digits, 24 epochs | test accuracy, folded (%) | largest fold error |", "|---|---|---|"]
     for name, row in data["rows"].items():
+        accuracy = mean_and_spread([run["test_accuracy_folded"] for run in row["runs"]])
         worst = max(run["fold_error"] for run in row["runs"])
-        lines.append(f"| {name} | {row['accuracy']:.2f} ± {row['accuracy_sd']:.2f} | {worst:.1e} |")
+        lines.append(f"| {name} | {accuracy} | {worst:.1e} |")
     blocks = data["rows"]["repnas"]["runs"][0]["structure"]["blocks"]
     kept = [
         f"{layer}: {', '.join([*(['KxK'] if block.get('origin', True) else []), *block['branches']])}"
@@ -198,13 +200,12 @@ def profile_table() -> str:
 def executions_table() -> str:
     data = json.loads((ROOT / "results" / "executions.json").read_text())
     lines = ["| VGG-16, CIFAR-10, 40 epochs | test accuracy, folded (%) | seeds | s per epoch |", "|---|---|---|---|"]
-    for arm, flags in STUDIES["executions"].arms.items():
+    for arm, flags in COMPARISONS["executions"].arms.items():
         found = [run["test_accuracy"] for run in data["runs"] if run["flags"] == flags]
         if found:
-            spread = statistics.stdev(found) if len(found) > 1 else float("nan")
             each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
             seconds = f"{data['epoch_seconds'][flags]:.2f}" if flags in data["epoch_seconds"] else "not measured"
-            lines.append(f"| {arm} | {statistics.mean(found):.2f} ± {spread:.2f} | {each} | {seconds} |")
+            lines.append(f"| {arm} | {mean_and_spread(found)} | {each} | {seconds} |")
     versions = data["versions"]
     lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
     return "\n".join(lines)
@@ -215,29 +216,29 @@ def downstream_table() -> str:
     if not path.exists():
         return "Not measured yet: `make downstream DATA=DIR` does it on a machine with a GPU."
     data = json.loads(path.read_text())
-    tasks = {name: [run for run in data["runs"] if run["task"] == name] for name in downstream.TASKS}
+    found = {name: [run for run in data["runs"] if run["task"] == name] for name in downstream.TASKS}
+    tasks = {name: task for name, task in downstream.TASKS.items() if found[name]}
     heads = ["row", "Tiny-ImageNet, top-1 (%)"]
-    for metric in ("BCCD, mAP (%)", "CamVid, mIoU (%)"):
-        heads += [metric, "against origin (95 %)", "s per epoch"]
+    for task in tasks.values():
+        heads += [f"{task.folder}, {METRICS[task.metric]} (%)", "against origin (95 %)", "s per epoch"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, (before, after) in downstream.ARMS.items():
         if not any(run["arm"] == arm for run in data["runs"]):
             continue
         cells = [arm, mean_and_spread([run["accuracy"] for run in data["backbones"] if run["method"] == before])]
-        for name, task in downstream.TASKS.items():
-            own = [run for run in tasks[name] if run["arm"] == arm]
-            difference = downstream.against_origin(tasks[name], task.metric, arm)
+        for name, task in tasks.items():
+            own = [run for run in found[name] if run["arm"] == arm]
             alone = [run["epoch_seconds"] for run in own if run["shared_by"] == 1]
             seconds = data["epoch_seconds"].get(name, {}).get(after) or (statistics.mean(alone) if alone else None)
             cells += [
                 mean_and_spread([run[task.metric] for run in own]),
-                "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}",
-                "–" if seconds is None else f"{seconds:.2f}",
+                told(downstream.against_origin(found[name], task.metric, arm)),
+                MISSING if seconds is None else f"{seconds:.2f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
     words = []
     for part, (epochs, _) in data["config"]["epochs"].items():
-        seeds = sorted({run["seed"] for run in (data["backbones"] if part == "backbones" else tasks[part])})
+        seeds = sorted({run["seed"] for run in (data["backbones"] if part == "backbones" else found[part])})
         if seeds:
             words.append(f"{part}: {epochs} epochs, seeds {', '.join(map(str, seeds))}")
     versions = data["versions"]
@@ -245,69 +246,89 @@ def downstream_table() -> str:
     return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd. {'; '.join(words)}; {about})"])
 
 
-def mean_and_spread(values: list[float]) -> str:
-    if not values:
-        return "–"
-    return f"{statistics.mean(values):.2f}" + (f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else "")
+def selection_tables() -> str:
+    """What the studies have found that choose defaults."""
+    parts = []
+    for name, comparison in COMPARISONS.items():
+        table = selection_table(name) if comparison.chooses else ""
+        if table:
+            parts.append(f"{comparison.title[0].upper()}{comparison.title[1:]}:\n\n{table}")
+    return "\n\n".join(parts)
 
 
 def selection_table(name: str) -> str:
-    """What a study has found so far."""
+    """What one of them has found so far; nothing while there is nothing to compare."""
     data = json.loads((ROOT / "results" / "selection.json").read_text())
-    study, runs = STUDIES[name], data["runs"]
+    comparison, runs = COMPARISONS[name], data["runs"]
     heads = ("", "accuracy on 5,000 images held out (%)", "seeds", "multiply-adds, average", "against the first (95 %)")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for arm, flags in study.arms.items():
+    for arm, flags in comparison.arms.items():
         own = [run for run in runs if run["flags"] == flags]
         if not own:
             continue
         found = [run["val_accuracy"] for run in own]
-        accuracy = f"{statistics.mean(found):.2f}" + (f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else "")
-        difference = against_baseline(runs, study, arm)
-        against = "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
         macs = short(statistics.mean(run["mean_macs"] for run in own))
-        lines.append(f"| {arm} | {accuracy} | {len(found)} | {macs} | {against} |")
-    versions = data["versions"]
-    command = f"python benchmarks/arms.py {name} --data DIR --out results/selection.json"
+        against = told(against_baseline(runs, comparison, arm))
+        lines.append(f"| {arm} | {mean_and_spread(found)} | {len(found)} | {macs} | {against} |")
     if len(lines) < 4:  # one arm alone says nothing
-        return f"Not run yet: `{command}`."
-    return "\n".join([*lines, "", f"({data['hardware']}; torch {versions['torch']}; `{command}`)"])
+        return ""
+    about = f"{data['hardware']}; torch {data['versions']['torch']}; `{command(name, 'selection')}`"
+    return "\n".join([*lines, "", f"({about})"])
+
+
+def command(study: str, file: str) -> str:
+    return f"python benchmarks/arms.py {study} --data DIR --out results/{file}.json"
+
+
+def missing_studies() -> str:
+    """Studies that have no table, and how to run them."""
+    titles = {name: f"`{name}` ({comparison.title})" for name, comparison in COMPARISONS.items()}
+    choosing = [titles[name] for name in COMPARISONS if COMPARISONS[name].chooses and not selection_table(name)]
+    parts = [f"{', '.join(choosing)}: `{command('STUDY', 'selection')}`."] if choosing else []
+    if not cifar_table():
+        parts.append(f"{titles['table']}: `{command('table', 'cifar')}`.")
+    return " ".join(parts) or "Nothing."
 
 
 def cifar_table() -> str:
-    """The paper's table of CIFAR-10, its figures beside ours."""
+    """A section with the paper's table of CIFAR-10, its figures beside ours; nothing while there are no runs."""
     path = ROOT / "results" / "cifar.json"
-    command = "python benchmarks/arms.py table --data DIR --out results/cifar.json"
     if not path.exists():
-        return f"Not run yet: `{command}`."
-    data, study = json.loads(path.read_text()), STUDIES["table"]
-    paper = {row.label: row.paper for row in PAPER_TABLES["cifar"].rows if row.group == "CIFAR-10"}
+        return ""
+    data, comparison = json.loads(path.read_text()), COMPARISONS["table"]
+    paper = {row.label: row.paper for row in STUDIES["cifar"].rows if row.group == "CIFAR-10"}
     heads = ["600 epochs", "paper (%)", "ours (%)", "against origin (95 %)", "seeds"]
     heads += ["paper, GPU time", "ours", "× origin", "multiply-adds: paper", "ours", "parameters: paper", "ours"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = ["## The table of CIFAR-10", "", CIFAR, ""]
+    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     minutes = {
         arm: statistics.mean(spans)
-        for arm, flags in study.arms.items()
+        for arm, flags in comparison.arms.items()
         if (spans := [run["minutes"] for run in data["runs"] if run["flags"] == flags and "minutes" in run])
     }
-    for arm, flags in study.arms.items():
+    for arm, flags in comparison.arms.items():
         own = [run for run in data["runs"] if run["flags"] == flags]
         if not own:
             continue
         theirs = paper[arm.split(",")[0]]
-        difference = against_baseline(data["runs"], study, arm)
-        times = [str(theirs["cost"]), "–", "–"]
-        if arm in minutes:
-            times[1:] = f"{minutes[arm]:.1f} min", f"{minutes[arm] / minutes[study.baseline]:.2f}"
+        time = f"{minutes[arm]:.1f} min" if arm in minutes else MISSING
+        both = minutes.keys() >= {arm, comparison.baseline}  # runs that shared the GPU have no time
+        ratio = f"{minutes[arm] / minutes[comparison.baseline]:.2f}" if both else MISSING
         cells = [
             *(arm, str(theirs["accuracy"]), mean_and_spread([run["test_accuracy"] for run in own])),
-            *("" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}", str(len(own)), *times),
+            *(told(against_baseline(data["runs"], comparison, arm)), str(len(own))),
+            *(str(theirs["cost"]), time, ratio),
             *(f"{theirs['macs']} M", short(statistics.mean(run["mean_macs"] for run in own))),
             *(f"{theirs['parameters']} M", short(statistics.mean(run["mean_parameters"] for run in own))),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     about = f"{data['hardware']}, a run alone on it; the paper's is a V100; torch {data['versions']['torch']}"
-    return "\n".join([*lines, "", f"(Test set, folded networks, mean ± sd. {about}; `{command}`)"])
+    return "\n".join([*lines, "", f"(Test set, folded networks, mean ± sd. {about}; `{command('table', 'cifar')}`)"])
+
+
+CIFAR = (
+    "VGG-16, 600 epochs of the paper's recipe on all 50,000 images, looked at on the 10,000 test images after training."
+)
 
 
 def noise_table() -> str:
@@ -346,12 +367,9 @@ TABLES = {
     ("docs/speed.md", "executions table"): executions_table,
     ("docs/downstream.md", "downstream table"): downstream_table,
     ("docs/results.md", "cifar table"): cifar_table,
+    ("docs/results.md", "selection tables"): selection_tables,
+    ("docs/results.md", "missing studies"): missing_studies,
     ("docs/results.md", "noise table"): noise_table,
-    **{
-        ("docs/results.md", f"{name} table"): partial(selection_table, name)
-        for name in STUDIES
-        if STUDIES[name].chooses
-    },
 }
 
 

@@ -10,10 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
-import tables
 
 FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
-STUDY = arms.Study({name: f"--{name}" for name in FOUND}, "a")
+COMPARISON = arms.Comparison("what is best", {name: f"--{name}" for name in FOUND}, "a")
 RUNS = [
     {"flags": f"--{name}", "seed": seed, "val_accuracy": accuracy}
     for name, accuracies in FOUND.items()
@@ -22,27 +21,28 @@ RUNS = [
 
 
 def test_differences_are_paired_by_seed_with_a_confidence_interval():
-    mean, reach = arms.against_baseline(RUNS, STUDY, "b")
+    mean, reach = arms.against_baseline(RUNS, COMPARISON, "b")
     assert mean == pytest.approx(5 / 3)
     assert reach == pytest.approx(4.3027 * 1.1547 / 3**0.5, rel=1e-3)  # differences 1, 1, 3
-    assert arms.against_baseline(RUNS, STUDY, "a") is None
-    assert arms.against_baseline(RUNS, STUDY, "c") is None
+    assert arms.against_baseline(RUNS, COMPARISON, "a") is None
+    assert arms.against_baseline(RUNS, COMPARISON, "c") is None
 
 
-@pytest.mark.parametrize("study", arms.STUDIES.values(), ids=list(arms.STUDIES))
-def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(study):
-    assert study.baseline in list(study.arms)[: study.usual]
-    assert study.usual <= 6
-    assert ("--val-split 5000" in study.flags) == study.chooses
+@pytest.mark.parametrize("comparison", arms.COMPARISONS.values(), ids=list(arms.COMPARISONS))
+def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(comparison):
+    assert comparison.baseline in list(comparison.arms)[: comparison.usual]
+    assert comparison.usual <= 6
+    assert ("--val-split 5000" in comparison.flags) == comparison.chooses
 
 
 @pytest.fixture
 def trained(monkeypatch):
     found = []
 
-    def train(study, arm, seed, epochs, given):
+    def train(comparison, arm, seed, epochs, given, to_time=False):
         found.append((arm, seed, epochs))
-        return {"flags": study.arms[arm], "seed": seed, study.metric: 90.0 + seed, "epoch_seconds": 1.0, "minutes": 2.0}
+        about = {"flags": comparison.arms[arm], "seed": seed, comparison.metric: 90.0 + seed}
+        return {**about, "epoch_seconds": 1.0, "minutes": 2.0}
 
     monkeypatch.setattr(arms, "train", train)
     return found
@@ -62,13 +62,29 @@ def test_executions_are_timed_alone_at_the_end(trained, tmp_path):
     assert trained[3:] == [(arm, 0, 3) for arm in ("plain", "fused", "folded")]
 
 
+def test_runs_to_time_epochs_by_are_not_those_that_shared_the_gpu(monkeypatch, tmp_path):
+    folders = []
+
+    def run_training(recipe, words, out):
+        folders.append(out.name)
+        seconds = 1.0 if out.name.startswith("time-") else 9.0
+        rows = [{"train_loss": 0.1, "train_seconds": seconds, "update_seconds": 0.0}] * 40
+        return {"val_accuracy": 90.0, "fold_error": 0.0, "seconds": 40 * seconds}, rows
+
+    monkeypatch.setattr(arms, "run_training", run_training)
+    out, flags = tmp_path / "found.json", arms.COMPARISONS["folding"].arms
+    arms.main(["folding", "--out", str(out), "--runs", str(tmp_path), "--seeds", "1", "--workers", "2"])
+    assert sorted(folders) == ["folded-0-40", "fused-0-40", "time-folded-0-40", "time-fused-0-40"]
+    assert json.loads(out.read_text())["epoch_seconds"] == {flags["fused"]: 1.0, flags["folded"]: 1.0}
+
+
 def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone(trained, tmp_path):
     out = tmp_path / "found.json"
     arms.main(["table", "--out", str(out), "--seeds", "1", "--arms", "origin"])
     arms.main(["table", "--out", str(out), "--seeds", "1", "--arms", "origin", "DBB", "--workers", "2"])
     assert trained == [("origin", 0, 600), ("DBB", 0, 600)]
     assert ["minutes" in run for run in json.loads(out.read_text())["runs"]] == [False, True]  # DBB, origin
-    assert "--interval 15 " in arms.STUDIES["table"].arms["DyRep, our defaults"]
+    assert "--interval 15 " in arms.COMPARISONS["table"].arms["DyRep, our defaults"]
 
 
 def test_studies_share_runs(trained, tmp_path):
@@ -86,35 +102,12 @@ def test_another_setup_is_refused(trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in arms.STUDIES if name != "executions"])
+@pytest.mark.parametrize("name", [name for name in arms.COMPARISONS if name != "executions"])
 def test_every_arm_trains(name, tmp_path, capsys):
     more = "--device cpu --epochs 3 --val-split 400 --batch-size 128 --calibration-batches 2 --interval 1"
     words = ["--recipe", "digits", "--seeds", "1", "--more", more, "--out", str(tmp_path / "found.json")]
     arms.main([name, *words, "--runs", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
-    study = arms.STUDIES[name]
-    assert {run["flags"] for run in found["runs"]} == set(list(study.arms.values())[: study.usual])
+    comparison = arms.COMPARISONS[name]
+    assert {run["flags"] for run in found["runs"]} == set(list(comparison.arms.values())[: comparison.usual])
     assert all(run["mean_macs"] > 0 for run in found["runs"])
-
-
-def test_the_table_of_cifar_stands_beside_the_papers(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "ROOT", tmp_path)
-    assert tables.cifar_table().startswith("Not run yet")
-    flags = arms.STUDIES["table"].arms
-    runs = [
-        {"flags": flags[arm], "seed": seed, "test_accuracy": accuracy + seed, "mean_macs": 5e8, "mean_parameters": 2e7}
-        | ({"minutes": minutes} if minutes else {})
-        for arm, accuracy, minutes in (("origin", 94.0, 8.0), ("DBB", 94.5, None), ("DyRep, our defaults", 95.0, 10.0))
-        for seed in (0, 1)
-    ]
-    (tmp_path / "results").mkdir()
-    data = {"hardware": "a GPU", "versions": {"torch": "2.6"}, "runs": runs}
-    (tmp_path / "results" / "cifar.json").write_text(json.dumps(data))
-    lines = tables.cifar_table().splitlines()
-    assert lines[2].startswith(
-        "| origin | 94.68 ± 0.08 | 94.50 ± 0.71 |  | 2 | 2.4 h | 8.0 min | 1.00 | 313 M | 500.0 M |"
-    )
-    assert lines[3].startswith("| DBB | 94.97 ± 0.06 | 95.00 ± 0.71 | +0.50 ± 0.00 | 2 | 9.4 h | – | – |")
-    assert lines[4].startswith(
-        "| DyRep, our defaults | 95.22 ± 0.13 | 95.50 ± 0.71 | +1.00 ± 0.00 | 2 | 6.9 h | 10.0 min | 1.25"
-    )

@@ -15,6 +15,7 @@ from downstream_data import write_masks, write_voc
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import downstream
+import runs
 import tables
 
 
@@ -73,6 +74,18 @@ def test_parts_are_done_one_by_one_and_times_alone(trained, tmp_path):
     assert times["detection"]["dyrep"] == 3
 
 
+def test_the_results_that_are_there_are_gone_on_with(trained, tmp_path, monkeypatch):
+    text = (Path(downstream.__file__).parent.parent / "results" / "downstream.json").read_text()
+    saved = json.loads(text)
+    for what in ("hardware", "versions"):
+        monkeypatch.setattr(runs, what, lambda what=what: saved[what])
+    out = tmp_path / "downstream.json"
+    out.write_text(text)
+    downstream.main(["--data", str(tmp_path), "--out", str(out), "--parts", "backbones", "detection"])
+    assert not trained
+    assert {run["arm"] for run in saved["runs"]} == set(list(downstream.ARMS)[:5])
+
+
 def test_another_setup_is_refused(trained, tmp_path):
     words = ["--data", str(tmp_path), "--out", str(tmp_path / "found.json"), "--seeds", "0", "--parts", "backbones"]
     downstream.main(words)
@@ -90,6 +103,9 @@ def test_the_table_of_the_documentation_is_made_from_the_file(trained, tmp_path,
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     assert tables.downstream_table().startswith("Not measured yet")
     words = ["--data", str(tmp_path), "--out", str(tmp_path / "results" / "downstream.json"), "--workers", "2"]
+    downstream.main([*words, "--seeds", "0", "1", "--parts", "backbones", "detection"])
+    assert "CamVid" not in tables.downstream_table()  # before there are runs
+    assert len({line.count("|") for line in tables.downstream_table().splitlines()[:7]}) == 1
     downstream.main([*words, "--seeds", "0", "1"])
     lines = tables.downstream_table().splitlines()
     assert lines[2] == "| origin | 50.50 ± 0.71 | 50.50 ± 0.71 |  | 3.00 | 50.50 ± 0.71 |  | 3.00 |"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dyrep.wording import counted, duration, large
+from dyrep.wording import counted, duration, large, mean_and_spread
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,14 @@ def test_a_time_in_words(seconds, words):
 )
 def test_a_large_number(number, words):
     assert large(number) == words
+
+
+@pytest.mark.parametrize(
+    ("values", "form", "words"),
+    [([], ".2f", "–"), ([94], ".2f", "94.00"), ((94.0, 95.0), ".2f", "94.50 ± 0.71"), ([310, 320], ".0f", "315 ± 7")],
+)
+def test_a_spread_takes_more_than_one_value(values, form, words):
+    assert mean_and_spread(values, form) == words
 
 
 @pytest.mark.parametrize(

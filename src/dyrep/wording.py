@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 
 METRICS = {"accuracy": "accuracy", "map": "mAP", "miou": "mIoU"}
 """What tells how good a network is, by its key in the files of a run, and how it is called; all are in percent."""
+MISSING = "–"
+"""What stands in a table where there is no figure."""
 
 
 def metric_of(*tables: Mapping[str, object]) -> str:
@@ -17,6 +20,19 @@ def metric_of(*tables: Mapping[str, object]) -> str:
     """
     held = {key for table in tables for key in table}
     return next((key for key in METRICS if held & {f"val_{key}", f"test_{key}"}), "accuracy")
+
+
+def mean_and_spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Mean ± sample standard deviation, as far as there are any.
+
+    Example:
+        >>> mean_and_spread([94.0, 95.0]), mean_and_spread([94.0]), mean_and_spread([]), mean_and_spread([1, 3], ".0f")
+        ('94.50 ± 0.71', '94.00', '–', '2 ± 1')
+    """
+    if not values:
+        return MISSING
+    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{form}}{spread}"
 
 
 def duration(seconds: float) -> str:

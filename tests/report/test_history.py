@@ -138,6 +138,14 @@ def test_a_step_takes_as_long_as_its_images():
     assert history.step_milliseconds(a_run()) == [(1, pytest.approx(100.0))]
 
 
+def test_the_first_epoch_is_timed_only_if_there_is_no_other():
+    rows = [{"train_seconds": 9.0, "update_seconds": 1.0}, {"train_seconds": 2.0, "update_seconds": 1.0}]
+    assert history.epoch_seconds(rows) == 3.0
+    assert history.epoch_seconds([{}, *rows, {"train_seconds": 4.0}]) == 3.5
+    assert history.epoch_seconds(rows[:1]) == 10.0
+    assert history.epoch_seconds([{"epoch": 1}]) is None
+
+
 @pytest.mark.parametrize(("total", "rest"), [(10.0, 4.0), (5.0, 0.0)])
 def test_time_is_shared_out(total, rest):
     rows = [{"train_seconds": 2.0, "eval_seconds": 0.5, "update_seconds": 0.5}] * 2

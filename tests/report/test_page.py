@@ -156,6 +156,18 @@ def test_time_against_plain_needs_the_same_hardware(folders, page, tmp_path):
     assert "time per epoch" not in Checker(alone.read_text()).text
 
 
+def test_epochs_are_timed_without_the_first(tmp_path):
+    def train_seconds(others):
+        return lambda row: row.update(train_seconds=50.0 if row["epoch"] == 1 else others, update_seconds=0.0)
+
+    runs = [
+        write_run(tmp_path / "plain", method="origin", rows=train_seconds(2.0)),
+        write_run(tmp_path / "evolved", rows=train_seconds(3.0)),
+    ]
+    text = Checker(write_report(runs, tmp_path / "report.html")[0].read_text()).text
+    assert "time per epoch 1.50 × plain" in text
+
+
 def test_text_from_outside_is_escaped(tmp_path):
     grown = update(1, ("expand", "a<b>", ["1x1"]))
     run = write_run(tmp_path / "run", model="<script>alert(1)</script>", updates=[grown])

@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from dyrep.errors import ConfigError
 from dyrep.records import read_json, write_json
@@ -140,6 +141,16 @@ def test_baselines_are_counted_as_they_are_deployed(shop):
     assert "speed" not in found.figures
 
 
+def test_speed_is_in_images_of_whole_batches_per_second(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "median_ms", lambda run, device, repeats: (run(), 64.0)[1])
+    model = torch.nn.Identity()
+    model.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    assert module._images_per_second(model, torch.device("cpu")) == 2000
+    assert set(seen) == {(128, 3, 224, 224)}
+    assert len(seen) > 1  # it has been warmed up
+
+
 def test_operation_spaces_are_those_of_the_paper(shop):
     for found in shop().carry_out(STUDIES["operation-spaces"]):
         assert found.figures["branches"] == [found.row.paper["branches"]]
@@ -154,6 +165,42 @@ def test_plans_name_every_run_once():
         == planned(STUDIES["operation-spaces"], SCALES["full"], 1)
         == []
     )
+
+
+def test_data_is_drawn_whole_or_not_at_all(monkeypatch, shop, tmp_path):
+    recipe, drawn = "bccd-fasterrcnn", []
+    folder, draw, settings = module.DRAWN[recipe]
+
+    def killed(place):
+        drawn.append(place)
+        (place / "JPEGImages").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(module.DRAWN, recipe, (folder, killed, settings))
+    with pytest.raises(KeyboardInterrupt):
+        shop()._data(recipe)
+    place = tmp_path / "smoke" / "data" / folder
+    assert drawn[0] != place
+    assert not place.exists()
+    monkeypatch.setitem(module.DRAWN, recipe, (folder, draw, settings))
+    assert shop()._data(recipe) == place
+    assert {file.name for file in place.iterdir()} == {"JPEGImages", "Annotations", "ImageSets"}
+    assert list(place.parent.iterdir()) == [place]  # nothing is left of the first attempt
+    monkeypatch.setitem(module.DRAWN, recipe, (folder, killed, settings))
+    assert shop()._data(recipe) == place
+    assert len(drawn) == 1
+
+
+def test_data_that_another_process_has_drawn_meanwhile_is_taken(monkeypatch, shop):
+    recipe = "bccd-fasterrcnn"
+    folder, draw, settings = module.DRAWN[recipe]
+
+    def slow(place):
+        draw(shop().root / "smoke" / "data" / folder)
+        return draw(place)
+
+    monkeypatch.setitem(module.DRAWN, recipe, (folder, slow, settings))
+    assert (shop()._data(recipe) / "ImageSets" / "Main" / "test.txt").is_file()
 
 
 def test_downstream_tasks_go_on_from_the_classifier_of_their_row(monkeypatch, shop, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,6 +190,19 @@ def step_milliseconds(run: Run) -> Series:
     """Time of a training step over epochs."""
     batch = run.recipe.get("batch_size")
     return [(epoch, 1000 * batch / rate) for epoch, rate in series(run, "images_per_second") if rate and batch]
+
+
+def epoch_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean time of an epoch in rows of metrics, structure updates included; None if no row has a time.
+
+    The first epoch compiles and captures, so it counts only if there is no other.
+
+    Example:
+        >>> epoch_seconds([{"train_seconds": 9.0}, {"train_seconds": 2.0, "update_seconds": 0.5}])
+        2.5
+    """
+    spent = [row["train_seconds"] + row.get("update_seconds", 0.0) for row in rows if "train_seconds" in row]
+    return statistics.mean(spent[1:] or spent) if spent else None
 
 
 def average(values: Series) -> float | None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from dyrep.report.pictures import Picture
+from dyrep.wording import MISSING
 
 Cell = str | int | float | None
-MISSING = "–"
 
 
 def number(value: float | None, form: str = ".4g") -> str:

@@ -13,11 +13,11 @@ from typing import Any
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.records import PLAIN, PREDICTIONS, finite, write_text
 from dyrep.report import figures, history, results
-from dyrep.report.html import MISSING, card, embedded, figure, number, page, section, table
+from dyrep.report.html import card, embedded, figure, number, page, section, table
 from dyrep.report.pictures import Picture, short
 from dyrep.report.runs import Group, Run, grouped, read_run
 from dyrep.report.timeline import timeline
-from dyrep.wording import METRICS, counted, duration, large
+from dyrep.wording import METRICS, MISSING, counted, duration, large, mean_and_spread
 
 
 def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> tuple[Path, list[Path]]:
@@ -113,7 +113,7 @@ class Report:
             (
                 group.label,
                 len(group.runs),
-                results.mean_and_spread(results.accuracies(group)) + ("" if results.ended(group) else ", so far"),
+                mean_and_spread(results.accuracies(group)) + ("" if results.ended(group) else ", so far"),
                 _relative(results.macs(group), results.plain_macs(group)),
                 _relative(results.epoch_seconds(group), self._plain_seconds(group)),
                 number(results.fold_error(group), ".1e"),
@@ -147,7 +147,7 @@ class Report:
             return card(group.label, MISSING, f"{self.metric} {why}", facts)
         seeds = "one seed" if len(found) == 1 else f"mean ± sd over {len(found)} seeds"
         split = f"{group.runs[0].split} set, so far" if error is None else "test set, folded"
-        return card(group.label, f"{results.mean_and_spread(found)} %", f"{self.metric} ({split}), {seeds}", facts)
+        return card(group.label, f"{mean_and_spread(found)} %", f"{self.metric} ({split}), {seeds}", facts)
 
     def _plain_seconds(self, group: Group) -> float | None:
         """Time of an epoch of plain training under the same circumstances, if it is among the runs."""

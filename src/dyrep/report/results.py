@@ -7,7 +7,6 @@ import statistics
 
 from dyrep.records import finite
 from dyrep.report import history
-from dyrep.report.html import MISSING
 from dyrep.report.runs import Group
 
 
@@ -20,24 +19,9 @@ def accuracies(group: Group) -> list[float]:
     return [values[-1][1] for values in latest if values]
 
 
-def mean_and_spread(values: list[float]) -> str:
-    """Mean ± sample standard deviation.
-
-    Example:
-        >>> mean_and_spread([94.0, 95.0]), mean_and_spread([94.0]), mean_and_spread([])
-        ('94.50 ± 0.71', '94.00', '–')
-    """
-    if not values:
-        return MISSING
-    spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{spread}"
-
-
 def macs(group: Group) -> float | None:
     """Multiply-adds of a forward pass in training, averaged over time and runs."""
-    found = [history.average(history.series(run, "macs")) for run in group.runs]
-    known = [value for value in found if value is not None]
-    return statistics.mean(known) if known else None
+    return _mean([history.average(history.series(run, "macs")) for run in group.runs])
 
 
 def ended(group: Group) -> bool:
@@ -62,10 +46,8 @@ def seconds(group: Group) -> float:
 
 
 def epoch_seconds(group: Group) -> float | None:
-    """Training and structure updates; the first epoch, where code is compiled and captured, counts too."""
-    rows = [row for run in group.runs for row in run.rows if "train_seconds" in row]
-    spent = sum(row["train_seconds"] + row.get("update_seconds", 0.0) for row in rows)
-    return spent / len(rows) if rows else None
+    """Mean time of an epoch, see `history.epoch_seconds`, averaged over runs."""
+    return _mean([history.epoch_seconds(run.rows) for run in group.runs])
 
 
 def plain_macs(group: Group) -> float | None:
@@ -76,6 +58,12 @@ def plain_macs(group: Group) -> float | None:
 def can_be_timed_against(group: Group, other: Group) -> bool:
     """Whether times of two groups compare: the same network and data, in the same batches, on the same machine."""
     return _circumstances(group) == _circumstances(other)
+
+
+def _mean(found: list[float | None]) -> float | None:
+    """Over runs that have such a figure."""
+    known = [value for value in found if value is not None]
+    return statistics.mean(known) if known else None
 
 
 def _circumstances(group: Group) -> set[tuple[str, ...]]:

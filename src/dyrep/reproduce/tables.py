@@ -9,21 +9,21 @@ from typing import Any
 from dyrep.reproduce.outcomes import Outcome
 from dyrep.reproduce.scales import Scale
 from dyrep.reproduce.studies import COLUMNS, Study
+from dyrep.wording import MISSING, mean_and_spread
 
 _FORMS = {"accuracy": ".2f", "macs": ".0f", "parameters": ".1f", "cost": ".1f", "speed": ".0f", "branches": ".0f"}
 _UNITS = {"cost": " min"}
 METRICS = ("accuracy", "mAP", "mIoU")
-MISSING = "–"
 
 
 def ours(column: str, outcome: Outcome) -> str:
-    """Our figure: mean ± sd over seeds."""
+    """Our figure: the mean over seeds, and of metrics their spread."""
     values = outcome.figures.get(column)
     if not values:
         return MISSING
     form = _FORMS.get(column, ".2f") if max(values) >= 10 or column == "branches" else ".2f"
-    spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 and column in METRICS else ""
-    return f"{statistics.mean(values):{form}}{spread}{_UNITS.get(column, '')}"
+    told = mean_and_spread(values if column in METRICS else [statistics.mean(values)], form)
+    return f"{told}{_UNITS.get(column, '')}"
 
 
 def lines(study: Study, outcomes: Sequence[Outcome]) -> list[list[str]]:

@@ -1,0 +1,95 @@
+"""The tables of the documentation, made from files of results that are there in part."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+import arms
+import tables
+
+
+@pytest.fixture
+def found(tmp_path, monkeypatch):
+    """Writes a file of results that tables are made from."""
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+
+    def write(name, runs, **more):
+        data = {"hardware": "a GPU", "versions": {"torch": "2.6"}, "runs": runs, **more}
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps(data))
+
+    return write
+
+
+def rows(text):
+    """The lines of a table, its head first."""
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def cifar_runs(**minutes):
+    """Two seeds of arms of the table of CIFAR-10 by their minutes; None where they shared the GPU."""
+    names = {"origin": ("origin", 94.0), "dbb": ("DBB", 94.5), "dyrep": ("DyRep, our defaults", 95.0)}
+    costs = {"mean_macs": 5e8, "mean_parameters": 2e7}
+    return [
+        {"flags": arms.COMPARISONS["table"].arms[arm], "seed": seed, "test_accuracy": accuracy + seed, **costs}
+        | ({"minutes": minutes[name]} if minutes[name] else {})
+        for name, (arm, accuracy) in names.items()
+        for seed in (0, 1)
+    ]
+
+
+def test_the_table_of_cifar_stands_beside_the_papers(found):
+    assert tables.cifar_table() == ""
+    found("cifar", cifar_runs(origin=8.0, dbb=None, dyrep=10.0))
+    assert tables.cifar_table().startswith("## The table of CIFAR-10\n")
+    lines = rows(tables.cifar_table())
+    assert lines[2].startswith(
+        "| origin | 94.68 ± 0.08 | 94.50 ± 0.71 |  | 2 | 2.4 h | 8.0 min | 1.00 | 313 M | 500.0 M |"
+    )
+    assert lines[3].startswith("| DBB | 94.97 ± 0.06 | 95.00 ± 0.71 | +0.50 ± 0.00 | 2 | 9.4 h | – | – |")
+    assert lines[4].startswith(
+        "| DyRep, our defaults | 95.22 ± 0.13 | 95.50 ± 0.71 | +1.00 ± 0.00 | 2 | 6.9 h | 10.0 min | 1.25"
+    )
+
+
+def test_a_time_has_no_ratio_to_that_of_a_baseline_that_shared_the_gpu(found):
+    found("cifar", cifar_runs(origin=None, dbb=None, dyrep=10.0))
+    lines = rows(tables.cifar_table())
+    assert "| 2.4 h | – | – |" in lines[2]
+    assert "| 6.9 h | 10.0 min | – |" in lines[4]
+
+
+def test_one_seed_has_no_spread(found):
+    flags = arms.COMPARISONS["executions"].arms["plain"]
+    found("executions", [{"flags": flags, "seed": 0, "test_accuracy": 92.4}], epoch_seconds={})
+    assert tables.executions_table().splitlines()[2] == "| plain | 92.40 | 92.40 | not measured |"
+
+
+def selection_runs(study, *chosen):
+    flags = arms.COMPARISONS[study].arms
+    return [{"flags": flags[arm], "seed": 0, "val_accuracy": 92.0, "mean_macs": 4e8} for arm in chosen]
+
+
+def test_studies_without_results_are_listed_in_one_line_with_their_commands(found):
+    found("selection", selection_runs("cuts", "paper", "never"))
+    shown, missing = tables.selection_tables(), tables.missing_studies()
+    assert shown.startswith("When to cut:\n\n|")
+    assert len(rows(shown)) == 4
+    assert len(missing.splitlines()) == 1
+    assert "`cuts`" not in missing
+    assert "`limits` (how much to grow), `folding` (" in missing
+    assert ": `python benchmarks/arms.py STUDY --data DIR --out results/selection.json`. " in missing
+    assert missing.endswith(": `python benchmarks/arms.py table --data DIR --out results/cifar.json`.")
+
+
+def test_when_everything_was_run_nothing_is_missing(found):
+    choosing = {name: comparison for name, comparison in arms.COMPARISONS.items() if comparison.chooses}
+    runs = [run for name, comparison in choosing.items() for run in selection_runs(name, *comparison.arms)]
+    found("selection", [dict(run) for run in {run["flags"]: run for run in runs}.values()])
+    found("cifar", cifar_runs(origin=8.0, dbb=9.0, dyrep=10.0))
+    assert tables.missing_studies() == "Nothing."
