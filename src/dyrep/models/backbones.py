@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import cast
 
 from torch import Tensor, nn
 
 from dyrep.errors import CheckpointError, ConfigError
+from dyrep.extras import needed
 
 PLACES = ("backbone.body", "encoder", "backbone")
 """Where detectors of torchvision, networks of segmentation-models-pytorch and others keep it."""
@@ -96,6 +96,7 @@ def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 
 
     Raises:
         ConfigError: a value outside its range, or a backbone without such stages.
+        MissingPackageError: norms are to be frozen, and torchvision is not installed.
     """
     if norms not in NORMS:
         raise ConfigError(f"norms={norms!r}: must be one of {', '.join(NORMS)}")
@@ -134,7 +135,7 @@ def _frozen(model: nn.Module, count: int) -> list[nn.Module]:
 
 def _freeze_norms_(module: nn.Module) -> None:
     """Put frozen norms in the place of batch norms, with their values."""
-    kind = importlib.import_module("torchvision.ops").FrozenBatchNorm2d
+    kind = needed("torchvision.ops", "norms='frozen'", "norms='eval' does without").FrozenBatchNorm2d
     for name, child in list(module.named_children()):
         if isinstance(child, nn.BatchNorm2d):
             frozen = kind(child.num_features, eps=child.eps)
