@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         commands[words[0]](words[1:])
     except (ConfigError, MissingPackageError) as error:
         _fail(str(error), 2)
-    except ModuleNotFoundError as error:  # of what commands are read with, or pictures drawn
+    except ModuleNotFoundError as error:  # some modules import tyro or matplotlib as if all had them
         if error.name is None or extra_of(error.name) is None:
             raise
         _fail(str(missing(error.name, f"dyrep {words[0]}", cause=error)), 2)
