@@ -6,13 +6,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 from torch import nn
 
 from dyrep.block import RepConv
 from dyrep.engine.recipe import Recipe
+from dyrep.engine.rundir import Which
 from dyrep.engine.running import load_run
 from dyrep.engine.tasks import task_of
 from dyrep.extras import needed
@@ -24,9 +25,7 @@ from dyrep.wording import large
 _WIDE = 1000
 
 
-def inspect_run(
-    run: tyro.conf.Positional[Path], which: Literal["last", "best"] = "last", as_json: bool = False
-) -> None:
+def inspect_run(run: tyro.conf.Positional[Path], which: Which = "last", as_json: bool = False) -> None:
     """Show the structure of a run's network: branches with their importance, parameters and multiply-adds.
 
     Args:

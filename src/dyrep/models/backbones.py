@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 
@@ -16,7 +16,8 @@ STAGES = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",))
 """Parts of a ResNet in the order in which they are frozen: the stem, then stage by stage."""
 HEADS = ("fc.", "classifier.", "head.", "last_linear.")
 """What classifiers call the part that a backbone leaves out."""
-NORMS = ("batch", "eval", "frozen")
+Norms = Literal["batch", "eval", "frozen"]
+NORMS: tuple[Norms, ...] = get_args(Norms)
 
 
 def backbone_of(model: nn.Module) -> tuple[str, nn.Module]:
@@ -85,7 +86,7 @@ def _counts_batches(key: str) -> bool:
     return key.endswith("num_batches_tracked")
 
 
-def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 0) -> None:
+def keep_still_(model: nn.Module, *, norms: Norms = "batch", frozen_stages: int = 0) -> None:
     """Freeze parts of a model's backbone.
 
     Args:
@@ -106,7 +107,7 @@ def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 
         stage.requires_grad_(False)
 
 
-def train_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 0) -> None:
+def train_(model: nn.Module, *, norms: Norms = "batch", frozen_stages: int = 0) -> None:
     """Put a model into training mode, less what `keep_still_` was told to keep still."""
     model.train()
     if norms == "eval":
