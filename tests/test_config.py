@@ -1,9 +1,13 @@
+import inspect
 import json
 from dataclasses import dataclass
 
 import pytest
 
+import dyrep
 from dyrep import DyRepConfig
+from dyrep.branches import GAMMA
+from dyrep.config import PAPER
 from dyrep.errors import ConfigError
 
 
@@ -58,6 +62,12 @@ def test_updates_are_due_at_multiples_of_the_interval_but_not_at_the_very_end():
 def test_start_and_stop_bound_the_updates():
     config = DyRepConfig(interval=2, start=3, stop=8)
     assert [n for n in range(1, 15) if config.is_due(n)] == [5, 7]
+
+
+def test_branches_begin_with_the_papers_gamma_whoever_grows_them():
+    growing = (dyrep.expand_, dyrep.restructure_)
+    grown = [inspect.signature(function).parameters["gamma"].default for function in growing]
+    assert {*grown, DyRepConfig().gamma, PAPER["gamma"]} == {GAMMA}
 
 
 def test_paper_preset_is_the_paper():

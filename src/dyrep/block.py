@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from dyrep import algebra, execution
-from dyrep.branches import Branch, is_branch, make_branch
+from dyrep.branches import GAMMA, Branch, is_branch, make_branch
 from dyrep.errors import BranchError, IneligibleLayerError, StructureError
 from dyrep.execution import Execution
 from dyrep.geometry import ConvGeometry, ConvNd
@@ -348,7 +348,7 @@ def branch_for(
     conv: nn.Module,
     name: str,
     *,
-    gamma: float = 0.01,
+    gamma: float = GAMMA,
     width: int = 1,
     scaling: str = "norm",
     generator: torch.Generator | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dyrep.branches import BRANCHES
+from dyrep.branches import BRANCHES, GAMMA
 from dyrep.checking import LayerPatterns, is_number, is_whole, read_settings, require, require_whole
 from dyrep.errors import ConfigError
 from dyrep.policy import CUT_RULES
@@ -83,7 +83,7 @@ class DyRepConfig:
     score_every: int = 1
     top_k: int = 1
     branches: tuple[str, ...] | None = None
-    gamma: float = 0.01
+    gamma: float = GAMMA
     relative_gamma: bool = False
     origin_norm: str = "none"
     width: int = 1

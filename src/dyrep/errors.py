@@ -51,6 +51,10 @@ class ConfigError(DyRepError, ValueError):
     """A setting outside its range; the message lists the valid values."""
 
 
+class MissingPackageError(DyRepError, ImportError):
+    """A package that not everyone has, and that is needed now; the message says how to install it."""
+
+
 class DesyncError(DyRepError, RuntimeError):
     """Ranks of a distributed job that would change their models differently."""
 

@@ -103,5 +103,5 @@ def test_a_place_that_cannot_be_written_to(run, tmp_path, failing):
 def test_without_matplotlib_the_command_says_what_to_install(run, failing, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, message = failing("draw", run, "conv1")
-    assert status == 1
-    assert 'pip install "dyrep[report]"' in message
+    assert status == 2
+    assert 'dyrep draw needs matplotlib, which is not installed: pip install ".[report]"' in message

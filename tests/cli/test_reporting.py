@@ -30,6 +30,6 @@ def test_without_matplotlib_it_says_what_to_install(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stopped:
         main(["report", str(write_run(tmp_path / "run")), "-o", str(tmp_path / "page.html")])
-    assert stopped.value.code == 1
-    assert 'matplotlib is not installed: pip install "dyrep[report]"' in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert 'matplotlib, which is not installed: pip install ".[report]"' in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()

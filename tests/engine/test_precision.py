@@ -4,26 +4,21 @@ import pytest
 import torch
 
 from dyrep.engine.precision import computing_in, make_precision
-from dyrep.engine.recipe import Recipe
 from dyrep.errors import ConfigError
 
 CPU = torch.device("cpu")
-
-
-def plain(**values):
-    return Recipe(method="origin", **values)
 
 
 @pytest.mark.parametrize(
     ("precision", "expected"), [("auto", torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
 )
 def test_the_precision_on_a_cpu(precision, expected):
-    assert make_precision(plain(precision=precision), CPU) == expected
+    assert make_precision(precision, CPU) == expected
 
 
 def test_half_precision_needs_a_gpu():
     with pytest.raises(ConfigError, match="precision='fp16' needs a GPU; on a CPU use fp32 or bf16"):
-        make_precision(plain(precision="fp16"), CPU)
+        make_precision("fp16", CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

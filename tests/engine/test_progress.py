@@ -19,7 +19,7 @@ from dyrep.engine.progress import (
     describe,
     make_reporter,
 )
-from dyrep.errors import ConfigError
+from dyrep.errors import MissingPackageError
 
 
 def status(epoch=1, **changes):
@@ -188,6 +188,6 @@ def test_curves_are_not_written_unless_asked_for(tmp_path):
 
 
 def test_without_the_package_it_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r'pip install "dyrep\[tensorboard\]"'):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingPackageError, match=r'--tensorboard needs .* pip install "\.\[tensorboard\]"'):
         Curves(tmp_path, 0)

@@ -3,11 +3,14 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from dyrep.config import DyRepConfig
-from dyrep.engine.recipe import Recipe, RunSettings
+from dyrep.engine.data import DATASETS
+from dyrep.engine.precision import DTYPES, Precision
+from dyrep.engine.recipe import TASKS, Dataset, Recipe, RunSettings
 from dyrep.engine.recipes import RECIPES, recipe
 from dyrep.errors import ConfigError
 from dyrep.models import DETECTORS, SEGMENTERS, names
@@ -127,6 +130,11 @@ def test_a_value_outside_its_range_is_named_with_the_range(values, message):
     with pytest.raises(ConfigError) as error:
         Recipe(**values)
     assert str(error.value) == message
+
+
+def test_there_is_a_reader_for_every_data_set_and_a_dtype_for_every_precision():
+    assert get_args(Dataset) == (*DATASETS, *TASKS)
+    assert get_args(Precision) == ("auto", *DTYPES)
 
 
 def test_the_values_at_the_ends_of_their_ranges_are_fine():

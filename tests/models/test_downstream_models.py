@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torchvision.models import resnet18, resnet50
 from torchvision.ops import FrozenBatchNorm2d
 
 import dyrep
-from dyrep.errors import CheckpointError, ConfigError
+from dyrep.errors import CheckpointError, ConfigError, MissingPackageError
 from dyrep.models import DETECTORS, SEGMENTERS, build_detector, build_segmenter
 from dyrep.models.backbones import backbone_of, keep_still_, load_backbone_, train_
 
@@ -153,13 +153,11 @@ def test_unknown_names_and_missing_packages_are_said(monkeypatch):
         build_detector("yolo", num_classes=1, image_size=64)
     with pytest.raises(ConfigError, match="no segmentation network 'unet'; use one of pspnet_resnet18"):
         build_segmenter("unet", num_classes=1)
-    real = importlib.import_module
-
-    def missing(name, *rest):
-        if name == "segmentation_models_pytorch":
-            raise ImportError("gone")
-        return real(name, *rest)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(ConfigError, match=r'pip install "dyrep\[downstream\]"'):
+    for module in ("segmentation_models_pytorch", "torchvision.models", "torchvision.models.detection"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackageError, match=r'pip install "\.\[downstream\]" .*; fcn and deeplabv3 do without'):
         build_segmenter("pspnet_resnet18", num_classes=1)
+    with pytest.raises(MissingPackageError, match=r"fcn_resnet18 needs torchvision"):
+        build_segmenter("fcn_resnet18", num_classes=1)
+    with pytest.raises(MissingPackageError, match=r"fasterrcnn_resnet18_fpn needs torchvision"):
+        build_detector("fasterrcnn_resnet18_fpn", num_classes=1, image_size=64)

@@ -4,6 +4,7 @@ from dyrep.branches.kinds import Branch, DepthwiseBranch, folded_conv
 from dyrep.branches.making import make_branch, reset_conv_
 from dyrep.branches.options import (
     BRANCHES,
+    GAMMA,
     ORIGIN,
     BranchOption,
     branch_list,
@@ -17,6 +18,7 @@ from dyrep.branches.options import (
 
 __all__ = [
     "BRANCHES",
+    "GAMMA",
     "ORIGIN",
     "Branch",
     "BranchOption",

@@ -18,7 +18,7 @@ from dyrep.branches.kinds import (
     ResidualBranch,
     SmallKernelBranch,
 )
-from dyrep.branches.options import branch_list, branch_option, collapsed_kernel, is_branch, is_copy
+from dyrep.branches.options import GAMMA, branch_list, branch_option, collapsed_kernel, is_branch, is_copy
 from dyrep.errors import BranchError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 
@@ -28,7 +28,7 @@ def make_branch(
     geometry: ConvGeometry,
     *,
     shift: bool,
-    gamma: float = 0.01,
+    gamma: float = GAMMA,
     width: int = 1,
     scaling: str = "norm",
     device: torch.device | str | None = None,

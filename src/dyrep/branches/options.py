@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from dyrep.geometry import ConvGeometry
 
 ORIGIN = "KxK"
+GAMMA = 0.01
+"""The paper's initial γ of new branches: at first they hardly disturb."""
 BRANCHES = ("1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", "residual")
 """Names of the branches of the paper that can be added beside the origin, in the order they are created."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from dyrep.checkpoint import save
 from dyrep.engine.recipe import Recipe
+from dyrep.engine.rundir import Which
 from dyrep.engine.running import load_run
 from dyrep.engine.tasks import task_of
 from dyrep.errors import DyRepError
@@ -18,7 +19,7 @@ from dyrep.surgery.folding import deploy, verify
 def deploy_run(
     run: tyro.conf.Positional[Path],
     out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("plain.safetensors"),
-    which: Literal["last", "best"] = "last",
+    which: Which = "last",
 ) -> None:
     """Fold a run's network into the plain one and write its weights, after comparing both on random images.
 

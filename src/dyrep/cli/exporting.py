@@ -6,7 +6,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dyrep.engine.data.opening import EVAL_FACTOR
 from dyrep.engine.recipe import Recipe, RunSettings
-from dyrep.engine.rundir import versions
+from dyrep.engine.rundir import Which, versions
 from dyrep.engine.running import load_run
 from dyrep.engine.setup import make_data
 from dyrep.engine.world import World
@@ -30,7 +30,7 @@ def export_run(
     run: tyro.conf.Positional[Path],
     onnx: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     pt2: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
-    which: Literal["last", "best"] = "last",
+    which: Which = "last",
     keep_branches: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False,
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
     opset: int | None = None,

@@ -6,15 +6,17 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 from torch import nn
 
 from dyrep.block import RepConv
 from dyrep.engine.recipe import Recipe
+from dyrep.engine.rundir import Which
 from dyrep.engine.running import load_run
 from dyrep.engine.tasks import task_of
+from dyrep.extras import needed
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.folding import deploy
@@ -23,9 +25,7 @@ from dyrep.wording import large
 _WIDE = 1000
 
 
-def inspect_run(
-    run: tyro.conf.Positional[Path], which: Literal["last", "best"] = "last", as_json: bool = False
-) -> None:
+def inspect_run(run: tyro.conf.Positional[Path], which: Which = "last", as_json: bool = False) -> None:
     """Show the structure of a run's network: branches with their importance, parameters and multiply-adds.
 
     Args:
@@ -121,14 +121,12 @@ def _below(name: str, path: str) -> str:
 
 
 def _print_tree(title: str, found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.tree import Tree
-
-    tree = Tree(title)
+    consoles, trees = (needed(f"rich.{part}", "a tree", "--as-json does without") for part in ("console", "tree"))
+    tree = trees.Tree(title)
     for layer in found["layers"]:
         _add(tree, layer)
     # lines that are read by a program, or in a file, are not broken
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    console = consoles.Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     console.print(tree)
     evolved, plain = found, {"parameters": found["plain_parameters"], "macs": found["plain_macs"]}
     console.print(f"in training: {_costs(evolved)} ({found['macs'] / max(found['plain_macs'], 1):.2f} x plain)")

@@ -6,7 +6,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from dyrep.errors import ConfigError, DyRepError
+from dyrep.errors import ConfigError, DyRepError, MissingPackageError
+from dyrep.extras import extra_of, missing
 
 USAGE = """\
 usage: dyrep COMMAND ...
@@ -24,17 +25,13 @@ usage: dyrep COMMAND ...
 
 dyrep COMMAND --help tells more."""
 
-EXTRAS = {
-    "train": ("tyro", "rich", "torchvision", "timm", "sklearn", "PIL"),
-    "report": ("matplotlib",),
-    "export": ("onnx", "onnxruntime", "onnxscript"),
-    "downstream": ("torchmetrics", "faster_coco_eval", "pycocotools", "segmentation_models_pytorch"),
-}
-"""Packages that are not needed by all, by the name under which they are installed."""
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its status: 0 done, 1 failed, 2 not understood, 128 + n stopped by signal n."""
+    """Run a command and exit with its status.
+
+    It is 0 if that was done, 1 if it failed, 2 if it was not understood or needs a package that is not installed, and
+    128 + n if signal n stopped it.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE)
@@ -60,13 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(f"there is no command {words[0]!r}; valid are {', '.join(commands)}", 2)
     try:
         commands[words[0]](words[1:])
-    except ModuleNotFoundError as error:
-        extra = next((extra for extra, packages in EXTRAS.items() if error.name in packages), None)
-        if extra is None:
-            raise
-        _fail(f'{error.name} is not installed: pip install "dyrep[{extra}]"', 1)
-    except ConfigError as error:
+    except (ConfigError, MissingPackageError) as error:
         _fail(str(error), 2)
+    except ModuleNotFoundError as error:  # some modules import tyro or matplotlib as if all had them
+        if error.name is None or extra_of(error.name) is None:
+            raise
+        _fail(str(missing(error.name, f"dyrep {words[0]}", cause=error)), 2)
     except DyRepError as error:
         _fail(str(error), 1)
     except BrokenPipeError:  # the reader of our output has seen enough

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from dyrep import models
 from dyrep.branches import branch_list, branch_option, is_branch
 from dyrep.engine.data.loader import Batch, Loader
-from dyrep.engine.precision import computing_in, make_precision
-from dyrep.engine.recipe import Precision, Recipe
+from dyrep.engine.precision import DTYPES, Precision, computing_in, make_precision
+from dyrep.engine.recipe import Recipe
 from dyrep.engine.rundir import hardware, versions
 from dyrep.engine.setup import make_optimizer
 from dyrep.engine.step import WARMUP_STEPS, TrainStep
 from dyrep.engine.world import pick_device
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.execution import Clock
-from dyrep.execution.settings import MEASURE_EVERY, SETTLING_STEPS
+from dyrep.execution.settings import MEASURE_EVERY, MEASURED_IMAGES, SETTLING_STEPS
 from dyrep.geometry import ConvGeometry
 from dyrep.surgery.edits import expand_
 from dyrep.surgery.executing import set_execution_
@@ -34,7 +34,7 @@ from dyrep.surgery.timing import LayerTimes, measure_executions, median_ms
 
 ARMS = ("plain", "eager", "fused", "folded")
 CLASSES = 1000
-_NAMES: dict[torch.dtype, Precision] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class BenchSettings:
     channels_last: bool | None = None
     branches: Sequence[str] = ()
     steps: int = 10
-    images: int = 16
+    images: int = MEASURED_IMAGES
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Bench:
         self._device = pick_device(settings.device)
         self.on_gpu = self._device.type == "cuda"
         self._recipe = Recipe(method="origin", model=settings.model, lr=1e-3, precision=settings.precision)
-        self._precision = make_precision(self._recipe, self._device)
+        self._precision = make_precision(settings.precision, self._device)
         last = self.on_gpu if settings.channels_last is None else settings.channels_last
         self._layout = torch.channels_last if last else torch.contiguous_format
         self.settings = replace(

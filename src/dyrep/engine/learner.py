@@ -73,7 +73,7 @@ class Learner:
         initialised: bool = True,
     ) -> None:
         self.recipe, self.world = recipe, world
-        self.precision = make_precision(recipe, world.device)
+        self.precision = make_precision(recipe.precision, world.device)
         self.task = task_of(recipe)
         if world.device.type == "cuda":
             torch.backends.cudnn.benchmark = self.task.same_shapes

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
-from dyrep.engine.recipe import Recipe
 from dyrep.errors import ConfigError
 
-_PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Precision = Literal["auto", "fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What precisions are to torch, but for the one that depends on the device."""
 
 
-def make_precision(recipe: Recipe, device: torch.device) -> torch.dtype:
+def make_precision(precision: Precision, device: torch.device) -> torch.dtype:
     """The dtype of convolutions and products on a device.
 
+    Raises:
+        ConfigError: the device cannot compute like this.
+
     Example:
-        >>> make_precision(Recipe(precision="auto"), torch.device("cpu"))
+        >>> make_precision("auto", torch.device("cpu"))
         torch.float32
     """
-    if recipe.precision == "auto":
+    if precision == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast else torch.float32
-    if recipe.precision == "fp16" and device.type == "cpu":
+    if precision == "fp16" and device.type == "cpu":
         raise ConfigError("precision='fp16' needs a GPU; on a CPU use fp32 or bf16")
-    return _PRECISIONS[recipe.precision]
+    return DTYPES[precision]
 
 
 def computing_in(dtype: torch.dtype, device: torch.device) -> torch.autocast:

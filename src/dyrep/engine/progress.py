@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dyrep.errors import ConfigError
+from dyrep.extras import needed
 from dyrep.wording import METRICS, duration, metric_of
 
 LINE_SECONDS = 10.0
@@ -97,13 +97,12 @@ class BarReporter(LineReporter):
 
     def __init__(self) -> None:
         super().__init__()
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[about]}"),
+        rich = needed("rich.progress", "a progress bar", "--progress False prints lines instead")
+        self._progress = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(bar_width=24),
+            rich.MofNCompleteColumn(),
+            rich.TextColumn("{task.fields[about]}"),
         )
         self._epochs = self._progress.add_task("epochs", total=1, about="")
         self._steps = self._progress.add_task("steps ", total=1, about="")
@@ -140,12 +139,9 @@ class Curves:
     """
 
     def __init__(self, folder: Path, start: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                '--tensorboard needs the package tensorboard: pip install "dyrep[tensorboard]"'
-            ) from error
+        needed("tensorboard", "--tensorboard", "metrics.jsonl holds the same figures")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def add(self, row: dict[str, Any]) -> None:

@@ -9,18 +9,17 @@ from typing import Any, Literal
 
 from dyrep.checking import read_settings, require, require_types
 from dyrep.config import DyRepConfig
+from dyrep.engine.data.augment import PADDING, Crop
+from dyrep.engine.data.masks import IGNORED
+from dyrep.engine.precision import Precision
 from dyrep.errors import ConfigError
-from dyrep.execution.settings import MEASURE_EVERY
+from dyrep.execution.settings import MEASURE_EVERY, MEASURED_IMAGES, ExecutionName, SigmaGradient
 from dyrep.methods import RepNASConfig, dyrep_settings, method
+from dyrep.methods.conversion import COPIES, MAX_KERNEL, Replace
+from dyrep.models.backbones import Norms
 
 Dataset = Literal["digits", "cifar10", "cifar100", "folder", "voc", "coco", "masks"]
-Crop = Literal["none", "pad", "resized"]
 Schedule = Literal["cosine", "constant"]
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
-Replace = Literal["conv", "conv+norm"]
-Norms = Literal["batch", "eval", "frozen"]
-ExecutionName = Literal["auto", "eager", "fused", "folded"]
-SigmaGradient = Literal["none", "weights", "full"]
 TASKS = {"voc": "detection", "coco": "detection", "masks": "segmentation"}
 """What is learnt from the data sets that are not about classifying whole images."""
 BOXES_PER_IMAGE = 512
@@ -120,7 +119,7 @@ class Recipe:
     decay_norms: bool = True
     label_smoothing: float = 0.0
     crop: Crop = "none"
-    crop_padding: int = 4
+    crop_padding: int = PADDING
     flip: bool = False
     cutout: int = 0
     color_jitter: float = 0.0
@@ -137,14 +136,14 @@ class Recipe:
     boxes_per_image: int = BOXES_PER_IMAGE
     scale: tuple[float, float] = (1.0, 1.0)
     class_names: tuple[str, ...] = ()
-    ignore_label: int = 255
+    ignore_label: int = IGNORED
     seed: int = 0
     replace: Replace | None = None
-    copies: int = 4
-    max_kernel: int | None = 5
+    copies: int = COPIES
+    max_kernel: int | None = MAX_KERNEL
     structure: Mapping[str, Any] | None = None
     execution: ExecutionName = "auto"
-    sigma_images: int = 16
+    sigma_images: int = MEASURED_IMAGES
     sigma_gradient: SigmaGradient = "none"
     sigma_every: int = MEASURE_EVERY
     dyrep: DyRepConfig = field(default_factory=DyRepConfig)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +40,8 @@ from dyrep.records import (
     write_lines,
 )
 
+Which = Literal["last", "best"]
+"""Which of a run's models: that after the last epoch, or the best one."""
 _LOCK_SECONDS = 8
 DOWNSTREAM = ("torchmetrics", "faster-coco-eval", "pycocotools", "segmentation-models-pytorch")
 VERSIONED = ("torch", "torchvision", "timm", "numpy", "safetensors", "scikit-learn", *DOWNSTREAM)

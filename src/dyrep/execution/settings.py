@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 
 from dyrep.checking import require_whole
 from dyrep.errors import ConfigError
 
-EXECUTIONS = ("auto", "eager", "fused", "folded")
+ExecutionName = Literal["auto", "eager", "fused", "folded"]
+EXECUTIONS: tuple[str, ...] = get_args(ExecutionName)
 """Ways to run a block: see `dyrep.set_execution_`."""
 
-SIGMA_GRADIENTS = ("none", "weights", "full")
+SigmaGradient = Literal["none", "weights", "full"]
+SIGMA_GRADIENTS: tuple[str, ...] = get_args(SigmaGradient)
 """What the gradient of a folded block knows about σ: nothing; how it depends on the
 weights; how it depends on weights and input."""
 
+MEASURED_IMAGES = 16
+"""On so many images of a batch folded blocks measure σ at least, if nothing else is asked for."""
 
 MEASURE_EVERY = 4
 """In every so manyth step folded blocks measure σ, if nothing else is asked for."""
@@ -86,7 +91,7 @@ class Execution:
     """
 
     name: str = "auto"
-    images: int = 16
+    images: int = MEASURED_IMAGES
     values: int = ENOUGH_VALUES
     gradient: str = "none"
     clock: Clock = field(default_factory=Clock, compare=False)

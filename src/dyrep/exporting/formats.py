@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.exporting.inputs import Inputs
+from dyrep.extras import needed
 from dyrep.surgery.folding import floating, named_tensors
 
 FORMATS = {".onnx": "onnx", ".pt2": "pt2"}
 """What is written, by the ending of the file's name."""
 NEEDED = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": ()}
-"""What each format needs beyond torch."""
+"""Modules that each format needs beyond torch."""
 TRIED_SINCE = "2.11"
 """The oldest torch that exporting is known to work with; older ones trace less, and do not fit today's onnxscript."""
 ONNX_LIMIT = 2**31  # bytes: an ONNX file is one protobuf message
@@ -41,15 +40,6 @@ def format_of(path: Path) -> str:
     if found is None:
         raise ConfigError(f"{path}: the name must end in {' or '.join(FORMATS)}, which says what to write")
     return found
-
-
-def require_packages(kind: str) -> None:
-    """Raise if something that a format needs is not installed."""
-    for name in NEEDED[kind]:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            raise DyRepError(f'{error.name} is not installed: pip install "dyrep[export]"') from error
 
 
 def check_weights(model: nn.Module, kind: str) -> None:
@@ -143,8 +133,8 @@ class Traced:
 
 def open_onnx(file: Path, outputs: Sequence[str]) -> Runner:
     """An ONNX file in onnxruntime, on the CPU, with as many threads as torch has."""
-    runtime: Any = importlib.import_module("onnxruntime")
-    importlib.import_module("onnx").checker.check_model(str(file))
+    onnx, runtime = (needed(module, "an ONNX file") for module in ("onnx", "onnxruntime"))
+    onnx.checker.check_model(str(file))
     options = runtime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors

@@ -17,9 +17,10 @@ from dyrep.block import RepConv
 from dyrep.copying import copied
 from dyrep.errors import ConfigError, DyRepError
 from dyrep.execution import eagerly
-from dyrep.exporting.formats import OPEN, Runner, Traced, check_weights, format_of, reason_of, require_packages
+from dyrep.exporting.formats import NEEDED, OPEN, Runner, Traced, check_weights, format_of, reason_of
 from dyrep.exporting.inputs import Inputs, checked_batches, checked_example, random_like
 from dyrep.exporting.report import ExportReport
+from dyrep.extras import needed
 from dyrep.files import replacing
 from dyrep.surgery.folding import deploy, eval_outputs, relative_error
 from dyrep.surgery.preserve import preserved_randomness
@@ -65,8 +66,8 @@ def export(
 
     Raises:
         ConfigError: an ending, input or setting that cannot serve.
-        DyRepError: something is not installed, the model cannot be exported, or the file computes something else.
-            Nothing has been written then.
+        MissingPackageError: something that the format needs is not installed.
+        DyRepError: the model cannot be exported, or the file computes something else. Nothing has been written then.
 
     Example:
         >>> import tempfile
@@ -88,7 +89,8 @@ def export(
     example = checked_example(example_input)
     real = [] if inputs is None else checked_batches(inputs, len(example))
     check_weights(model, kind)
-    require_packages(kind)
+    for module in NEEDED[kind]:
+        needed(module, "an ONNX file", "a .pt2 file takes torch alone")
     traced_batch = _TRACED_BATCH if dynamic_batch else len(example[0])
     sizes = _CHECKED_BATCHES if dynamic_batch else (traced_batch,)
     with preserved_randomness(model), eagerly(), torch.autocast("cpu", enabled=False):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dyrep.branches import GAMMA
 from dyrep.checking import LayerPatterns, is_whole, require
 from dyrep.errors import ConfigError, IneligibleLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
@@ -26,7 +27,8 @@ from dyrep.surgery.targets import refusals
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import forget_compiled, unwrap
 
-REPLACE = ("conv", "conv+norm")
+Replace = Literal["conv", "conv+norm"]
+REPLACE: tuple[Replace, ...] = get_args(Replace)
 MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of a ResNet, as they are
 COPIES = 4  # of MobileOne-S0
 MOST_COPIES = 99
@@ -38,7 +40,7 @@ def convert_(
     *,
     example_input: Any = None,
     forward: Forward | None = None,
-    replace: str | None = None,
+    replace: Replace | None = None,
     preserve: bool = False,
     gamma: float | None = None,
     copies: int = COPIES,
@@ -88,7 +90,7 @@ def convert_(
     """
     chosen = _checked_method(method, structure, preserve)
     model = unwrap(model)
-    gamma = (0.01 if preserve or chosen.name == "fixed" else 1.0) if gamma is None else gamma
+    gamma = (GAMMA if preserve or chosen.name == "fixed" else 1.0) if gamma is None else gamma
     check_growth(gamma, width=1)
     fine = is_whole(copies, 1) and copies <= MOST_COPIES
     require("copies", copies, f"a whole number from 1 to {MOST_COPIES}", fine)
@@ -194,7 +196,7 @@ def _norms_to_replace(
     model: nn.Module,
     chosen: Method,
     convs: Mapping[str, nn.Module],
-    replace: str | None,
+    replace: Replace | None,
     example_input: Any,
     forward: Forward | None,
 ) -> tuple[dict[str, str], dict[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from typing import cast
+from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 
 from dyrep.errors import CheckpointError, ConfigError
+from dyrep.extras import needed
 
 PLACES = ("backbone.body", "encoder", "backbone")
 """Where detectors of torchvision, networks of segmentation-models-pytorch and others keep it."""
@@ -16,7 +16,8 @@ STAGES = (("conv1", "bn1"), ("layer1",), ("layer2",), ("layer3",), ("layer4",))
 """Parts of a ResNet in the order in which they are frozen: the stem, then stage by stage."""
 HEADS = ("fc.", "classifier.", "head.", "last_linear.")
 """What classifiers call the part that a backbone leaves out."""
-NORMS = ("batch", "eval", "frozen")
+Norms = Literal["batch", "eval", "frozen"]
+NORMS: tuple[Norms, ...] = get_args(Norms)
 
 
 def backbone_of(model: nn.Module) -> tuple[str, nn.Module]:
@@ -85,7 +86,7 @@ def _counts_batches(key: str) -> bool:
     return key.endswith("num_batches_tracked")
 
 
-def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 0) -> None:
+def keep_still_(model: nn.Module, *, norms: Norms = "batch", frozen_stages: int = 0) -> None:
     """Freeze parts of a model's backbone.
 
     Args:
@@ -96,6 +97,7 @@ def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 
 
     Raises:
         ConfigError: a value outside its range, or a backbone without such stages.
+        MissingPackageError: norms are to be frozen, and torchvision is not installed.
     """
     if norms not in NORMS:
         raise ConfigError(f"norms={norms!r}: must be one of {', '.join(NORMS)}")
@@ -105,7 +107,7 @@ def keep_still_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 
         stage.requires_grad_(False)
 
 
-def train_(model: nn.Module, *, norms: str = "batch", frozen_stages: int = 0) -> None:
+def train_(model: nn.Module, *, norms: Norms = "batch", frozen_stages: int = 0) -> None:
     """Put a model into training mode, less what `keep_still_` was told to keep still."""
     model.train()
     if norms == "eval":
@@ -134,7 +136,7 @@ def _frozen(model: nn.Module, count: int) -> list[nn.Module]:
 
 def _freeze_norms_(module: nn.Module) -> None:
     """Put frozen norms in the place of batch norms, with their values."""
-    kind = importlib.import_module("torchvision.ops").FrozenBatchNorm2d
+    kind = needed("torchvision.ops", "norms='frozen'", "norms='eval' does without").FrozenBatchNorm2d
     for name, child in list(module.named_children()):
         if isinstance(child, nn.BatchNorm2d):
             frozen = kind(child.num_features, eps=child.eps)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import nn
 
 from dyrep.errors import ConfigError
+from dyrep.extras import needed
 
 DETECTORS = tuple(f"fasterrcnn_{resnet}_fpn" for resnet in ("resnet18", "resnet34", "resnet50"))
 """The names that `build_detector` knows."""
@@ -29,6 +29,7 @@ def build_detector(name: str, *, num_classes: int, image_size: int, **options: A
 
     Raises:
         ConfigError: there is no such detector.
+        MissingPackageError: torchvision is not installed.
 
     Example:
         >>> model = build_detector("fasterrcnn_resnet18_fpn", num_classes=3, image_size=96)
@@ -37,7 +38,7 @@ def build_detector(name: str, *, num_classes: int, image_size: int, **options: A
     """
     if name not in DETECTORS:
         raise ConfigError(f"there is no detector {name!r}; use one of {', '.join(DETECTORS)}")
-    detection = importlib.import_module("torchvision.models.detection")
+    detection = needed("torchvision.models.detection", name)
     resnet = name.split("_")[1]
     backbone = detection.backbone_utils.resnet_fpn_backbone(
         backbone_name=resnet, weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=5

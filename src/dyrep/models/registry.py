@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from dyrep.errors import ConfigError
+from dyrep.extras import needed
 from dyrep.models.mobilenet import mobilenet_v1
 from dyrep.models.repvgg import NAMES, repvgg
 from dyrep.models.vgg import small_vgg, vgg16
@@ -51,6 +52,7 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, **options: Any) 
 
     Raises:
         ConfigError: there is no such model, or it cannot be built like this; the message says what to do.
+        MissingPackageError: the library it comes from is not installed.
 
     Example:
         >>> build("small_vgg", num_classes=5, in_channels=1).classifier
@@ -85,7 +87,7 @@ def _from_torchvision(spec: str, name: str, num_classes: int, in_channels: int, 
             f"model {spec!r} is torchvision's and takes images of 3 channels, not in_channels={in_channels}; "
             "use timm:NAME or a function of your own"
         )
-    models = _library("torchvision", spec).models
+    models = needed("torchvision", f"model {spec!r}").models
     if name not in models.list_models():
         raise ConfigError(
             f"torchvision has no model {name!r} for {spec!r}{_suggest(name, models.list_models())}; "
@@ -99,22 +101,13 @@ def _from_torchvision(spec: str, name: str, num_classes: int, in_channels: int, 
 
 
 def _from_timm(spec: str, name: str, num_classes: int, in_channels: int, options: dict[str, Any]) -> nn.Module:
-    timm = _library("timm", spec)
+    timm = needed("timm", f"model {spec!r}")
     if not timm.is_model(name):
         raise ConfigError(
             f"timm has no model {name!r} for {spec!r}{_suggest(name, timm.list_models())}; timm.list_models() lists all"
         )
     arguments = {"pretrained": False, "num_classes": num_classes, "in_chans": in_channels, **options}
     return _call(spec, timm.create_model, {"model_name": name, **arguments})
-
-
-def _library(name: str, spec: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f'model {spec!r} needs {name}, which cannot be imported ({error}): pip install "dyrep[train]"'
-        ) from error
 
 
 def _from_user(spec: str, module_name: str, name: str, wanted: dict[str, int], options: dict[str, Any]) -> nn.Module:

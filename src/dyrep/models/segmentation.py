@@ -6,12 +6,12 @@ of the image's resolution, as in the paper of PSPNet: strides of the last two st
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import nn
 
 from dyrep.errors import ConfigError
+from dyrep.extras import needed
 
 _KINDS = ("pspnet", "fcn", "deeplabv3")
 SEGMENTERS = tuple(f"{kind}_{resnet}" for kind in _KINDS for resnet in ("resnet18", "resnet34", "resnet50"))
@@ -29,7 +29,8 @@ def build_segmenter(name: str, *, num_classes: int) -> nn.Module:
         num_classes: classes to tell apart.
 
     Raises:
-        ConfigError: there is no such network, or the package it comes from is not installed.
+        ConfigError: there is no such network.
+        MissingPackageError: the package it comes from is not installed.
 
     Example:
         >>> import torch
@@ -74,13 +75,7 @@ def check_trainable(name: str, *, image_size: int | None, images: int) -> None:
 
 
 def _pspnet(resnet: str, num_classes: int) -> nn.Module:
-    try:
-        smp = importlib.import_module("segmentation_models_pytorch")
-    except ImportError as error:
-        raise ConfigError(
-            f"pspnet_{resnet} needs segmentation-models-pytorch, which cannot be imported ({error}): "
-            'pip install "dyrep[downstream]"; fcn and deeplabv3 do without'
-        ) from error
+    smp = needed("segmentation_models_pytorch", f"pspnet_{resnet}", "fcn and deeplabv3 do without")
     model: Any = smp.PSPNet(
         resnet, encoder_weights=None, encoder_depth=5, upsampling=_STRIDE, classes=num_classes, psp_dropout=0.1
     )
@@ -90,7 +85,7 @@ def _pspnet(resnet: str, num_classes: int) -> nn.Module:
 
 
 def _torchvision(kind: str, resnet: str, num_classes: int) -> nn.Module:
-    models = importlib.import_module("torchvision.models")
+    models = needed("torchvision.models", f"{kind}_{resnet}")
     backbone = models.get_model(resnet, weights=None)
     channels = backbone.fc.in_features
     for stage, rate in (("layer3", 2), ("layer4", 4)):

@@ -8,7 +8,7 @@ from torch import nn
 
 from dyrep.block import RepConv
 from dyrep.execution import Clock, Execution
-from dyrep.execution.settings import ENOUGH_VALUES, MEASURE_EVERY
+from dyrep.execution.settings import ENOUGH_VALUES, MEASURE_EVERY, MEASURED_IMAGES
 from dyrep.surgery.wrappers import bare, forget_compiled
 
 
@@ -16,7 +16,7 @@ def set_execution_(
     model: nn.Module,
     execution: str = "auto",
     *,
-    images: int = 16,
+    images: int = MEASURED_IMAGES,
     values: int = ENOUGH_VALUES,
     gradient: str = "none",
     every: int = MEASURE_EVERY,

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
-from dyrep.branches import ORIGIN
+from dyrep.branches import GAMMA, ORIGIN
 from dyrep.copying import copied
 from dyrep.errors import BranchError, StructureError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
@@ -64,7 +64,7 @@ def restructure_(
     wanted: Mapping[str, Any],
     *,
     optimizer: Optimizer | None = None,
-    gamma: float = 0.01,
+    gamma: float = GAMMA,
     generator: torch.Generator | None = None,
 ) -> nn.Module:
     """Give a model a structure: cut what is not in it, expand what is missing.

@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import pickle
+import sys
 import tarfile
 
 import numpy as np
@@ -13,8 +14,7 @@ import torchvision
 from PIL import Image
 
 from dyrep.engine.data import read_cifar
-from dyrep.engine.data.reading import needed
-from dyrep.errors import DataError
+from dyrep.errors import DataError, MissingPackageError
 
 
 def assert_same_cifar(source, arrays, classes=10):
@@ -239,6 +239,12 @@ def test_a_missing_batch_is_named(small_cifar, tmp_path, monkeypatch):
         read_cifar("cifar10", tmp_path)
 
 
-def test_a_package_that_is_not_installed_is_named():
-    with pytest.raises(DataError, match="pip install some-package"):
-        needed("a_module_nobody_has", "some-package")
+@pytest.mark.parametrize("package", ["PIL.Image", "torchvision.datasets"])
+def test_a_package_that_is_not_installed_is_no_damage_of_the_data(package, small_cifar, tmp_path, monkeypatch):
+    if package == "PIL.Image":
+        write_tars(tmp_path, small_cifar)
+    else:
+        write_batches(tmp_path, small_cifar, monkeypatch)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=r'pip install "\.\[train\]"'):
+        read_cifar("cifar10", tmp_path)

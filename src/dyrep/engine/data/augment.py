@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dyrep.checking import is_number, require, require_whole
 
-CROPS = ("none", "pad", "resized")
+Crop = Literal["none", "pad", "resized"]
+CROPS: tuple[Crop, ...] = get_args(Crop)
+PADDING = 4
+"""Pixels on each side of an image that is padded before it is cropped: what is usual for CIFAR."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Augmentation:
         ("crop='resized'", 'color_jitter=0.4')
     """
 
-    crop: str = "none"
-    padding: int = 4
+    crop: Crop = "none"
+    padding: int = PADDING
     flip: bool = False
     cutout: int = 0
     color_jitter: float = 0.0

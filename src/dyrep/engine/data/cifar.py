@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dyrep.engine.data.reading import needed, reading
+from dyrep.engine.data.reading import pillow, reading
 from dyrep.engine.data.splits import ImageArrays, Source
 from dyrep.errors import DataError
+from dyrep.extras import needed
 
 COUNTS = {"train": 50_000, "test": 10_000}
 SIDE = 32
@@ -149,7 +150,7 @@ def _unpacked(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def _cut_up(data: bytes, where: str) -> np.ndarray:
     whole = SHEET * SIDE
-    with needed("PIL.Image", "pillow").open(io.BytesIO(data)) as sheet:
+    with pillow().open(io.BytesIO(data)) as sheet:
         if sheet.size != (whole, whole):
             raise DataError(f"{where}: expected a sheet of {whole}x{whole} pixels, found {sheet.size}")
         pixels = np.asarray(sheet.convert("RGB"))
@@ -159,7 +160,7 @@ def _cut_up(data: bytes, where: str) -> np.ndarray:
 
 def _from_batches(path: Path, name: str) -> tuple[Half, Half]:
     edition = EDITIONS[name]
-    known = getattr(needed("torchvision.datasets", "torchvision"), edition.torchvision)
+    known = getattr(needed("torchvision.datasets", f"{name} as its authors wrote it"), edition.torchvision)
     halves = []
     for split, files in (("train", known.train_list), ("test", known.test_list)):
         batches = [_verified(path / file, md5) for file, md5 in files]

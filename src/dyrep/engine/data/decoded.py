@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dyrep.engine.data.reading import decode, needed, reading
+from dyrep.engine.data.reading import decode, pillow, reading
 
 
 def read_picture(path: str) -> Tensor:
@@ -82,7 +82,7 @@ def image_sizes(paths: Sequence[str], workers: int = 4) -> list[tuple[int, int]]
     Raises:
         DataError: a file is not there or not an image.
     """
-    image_module = needed("PIL.Image", "pillow")
+    image_module = pillow()
 
     def look(path: str) -> tuple[int, int]:
         with reading(Path(path)), image_module.open(path) as image:

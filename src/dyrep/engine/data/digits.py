@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dyrep.engine.data.reading import needed
 from dyrep.engine.data.splits import ImageArrays, Source
+from dyrep.extras import needed
 
 
 def read_digits() -> Source:
@@ -16,7 +16,7 @@ def read_digits() -> Source:
         >>> tuple(digits.train.images.shape), len(digits.test.labels)
         ((1437, 1, 8, 8), 360)
     """
-    data = needed("sklearn.datasets", "scikit-learn").load_digits()
+    data = needed("sklearn.datasets", "the data set digits").load_digits()
     brightest = 16
     images = (torch.tensor(data.images) * 255 / brightest).round().to(torch.uint8).unsqueeze(1)
     everything = ImageArrays(images, torch.tensor(data.target))

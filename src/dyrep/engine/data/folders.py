@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dyrep.engine.data.reading import decode, fit, needed, reading
+from dyrep.engine.data.reading import decode, fit, pillow, reading
 from dyrep.engine.data.splits import ImageArrays, ImageFiles, Source
 from dyrep.errors import DataError
 
@@ -84,7 +84,7 @@ def common_size(files: ImageFiles) -> int | None:
     Raises:
         DataError: a file cannot be decoded.
     """
-    image_module = needed("PIL.Image", "pillow")
+    image_module = pillow()
     sizes = set()
     for path in files.paths[:: max(1, len(files.paths) // _LOOKS)]:
         with reading(Path(path)), image_module.open(path) as image:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dyrep.engine.data.folders import EXTENSIONS
-from dyrep.engine.data.reading import needed, reading
+from dyrep.engine.data.reading import pillow, reading
 from dyrep.engine.data.splits import SPLIT_NAMES
 from dyrep.errors import DataError
 
@@ -167,7 +167,7 @@ def _check_several(root: Path, train: MaskFiles, ignore_label: int) -> None:
 
 
 def _numbers(path: str) -> np.ndarray:
-    image_module = needed("PIL.Image", "pillow")
+    image_module = pillow()
     with reading(Path(path)), image_module.open(path) as image:
         if image.mode not in ("L", "P", "1", "I", "I;16"):
             raise DataError(

@@ -1,8 +1,7 @@
-"""What all readers share: optional packages, damaged files, decoded images."""
+"""What all readers share: damaged files, decoded images."""
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import tarfile
 import zipfile
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dyrep.errors import DataError
+from dyrep.extras import needed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -32,20 +32,17 @@ DAMAGE = (
 )
 
 
-def needed(module: str, package: str) -> Any:
-    """Import a module that not everyone has.
+def pillow() -> Any:
+    """Pillow's module for reading and writing images.
 
     Raises:
-        DataError: it is not installed.
+        MissingPackageError: it is not installed.
 
     Example:
-        >>> needed("PIL.Image", "pillow").__name__
-        'PIL.Image'
+        >>> pillow().new("RGB", (2, 3)).size
+        (2, 3)
     """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError(f"this data set needs the package {package}: pip install {package}") from error
+    return needed("PIL.Image", "reading images")
 
 
 @contextmanager
@@ -65,7 +62,7 @@ def decode(path: str) -> Image:
     Raises:
         DataError: the file is not there or not an image.
     """
-    image_module = needed("PIL.Image", "pillow")
+    image_module = pillow()
     try:
         with image_module.open(path) as image:
             return _eight_bits(image, path).convert("RGB")
@@ -84,7 +81,7 @@ def _eight_bits(image: Image, path: str) -> Image:
         raise DataError(
             f"{path} has grey values from {values.min()} to {values.max()}, expected 8 or 16 bits: convert it"
         )
-    scaled: Image = needed("PIL.Image", "pillow").fromarray(((values + 128) // 257).astype(np.uint8))
+    scaled: Image = pillow().fromarray(((values + 128) // 257).astype(np.uint8))
     return scaled
 
 
@@ -101,7 +98,7 @@ def fit(image: Image, resize: int, crop: int) -> Image:
         >>> fit(PIL.Image.new("RGB", (640, 480)), 256, 224).size
         (224, 224)
     """
-    image_module = needed("PIL.Image", "pillow")
+    image_module = pillow()
     width, height = image.size
     short, long = min(width, height), max(width, height)
     if short != resize:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyrep.engine.data.reading import needed
+from dyrep.extras import needed
 
 CLASSES = ("disc", "square")
 COUNTS = {"train": 8, "val": 2, "test": 4}
@@ -81,7 +81,7 @@ def write_class_scenes(folder: Path, count: int = 8, side: int = 32) -> Path:
 
 
 def _save(pixels: np.ndarray, path: Path) -> None:
-    needed("PIL.Image", "pillow").fromarray(pixels).save(path)
+    needed("PIL.Image", "drawing scenes").fromarray(pixels).save(path)
 
 
 def _annotation(size: tuple[int, int], boxes: list[Box]) -> str:

@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 from dyrep.engine.data.augment import Augmentation, Finish
 from dyrep.engine.data.loader import Batch, Loading, Raw, Replay
 from dyrep.engine.data.order import Order, derived_generator, derived_seed
-from dyrep.engine.data.reading import decode, fit, needed
+from dyrep.engine.data.reading import decode, fit
 from dyrep.engine.data.splits import ImageFiles
 from dyrep.errors import DataError
+from dyrep.extras import needed
 
 Key = tuple[int, str, int]
 """Epoch, stream and index: with the seed, all that decides what becomes of an example."""
@@ -46,6 +47,7 @@ class StreamingLoader:
     Raises:
         ConfigError: a batch size that cannot be divided or filled.
         DataError: while iterating, a file that cannot be decoded.
+        MissingPackageError: torchvision is not installed.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class StreamingLoader:
         shuffle: bool,
         resize: int | None = None,
     ) -> None:
+        _transforms()  # so that it is missed here, and not in a worker
         augmentation = augmentation or Augmentation()
         cutout = augmentation.cutout if shuffle else 0
         if shuffle:
@@ -132,7 +135,7 @@ class _Examples(Dataset[Any]):
         with torch.random.fork_rng(devices=[]):
             # not torch.manual_seed, which would seed the GPUs of this process too
             torch.default_generator.manual_seed(derived_seed(self._seed, *key))
-            pixels = needed("torchvision.transforms.v2.functional", "torchvision").pil_to_tensor(self._change(image))
+            pixels = _transforms().functional.pil_to_tensor(self._change(image))
             if self._hole_range is None:
                 return pixels, self._files.labels[index]
             return pixels, self._files.labels[index], torch.randint(self._hole_range, (2,))
@@ -147,7 +150,7 @@ def _collate(examples: list[Raw | str]) -> Raw | str:
 
 def _training_transform(size: int, augmentation: Augmentation) -> Callable[[Any], Any]:
     """The augmentation of one image but for the cutout, drawn from torch's global generator."""
-    v2 = needed("torchvision.transforms.v2", "torchvision")
+    v2 = _transforms()
     steps: list[Callable[[Any], Any]] = []
     if augmentation.crop == "resized":
         steps.append(v2.RandomResizedCrop(size, antialias=True))
@@ -163,3 +166,7 @@ def _training_transform(size: int, augmentation: Augmentation) -> Callable[[Any]
     if augmentation.auto_augment:
         steps.append(v2.AutoAugment())
     return v2.Compose(steps)
+
+
+def _transforms() -> Any:
+    return needed("torchvision.transforms.v2", "reading image files while a network trains")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dyrep.engine.data.folders import IMAGENET_MEAN, IMAGENET_STD
 from dyrep.engine.data.masks import IGNORED
-from dyrep.engine.data.reading import needed
+from dyrep.extras import needed
 from dyrep.files import replacing
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def labels_drawn(labels: Tensor) -> Image:
     """A picture of a label map [H, W] with a colour for every class, and black for what does not count."""
     table = np.array([colour(label) for label in range(256)], np.uint8)
     table[IGNORED] = 0
-    return _resized(_image().fromarray(table[labels.cpu().numpy().astype(np.uint8)]), smooth=False)
+    return _resized(_pillow("Image").fromarray(table[labels.cpu().numpy().astype(np.uint8)]), smooth=False)
 
 
 def boxes_drawn(
@@ -56,7 +56,7 @@ def boxes_drawn(
     """A picture of an image [3, H, W] (values 0..1) with boxes, each with its class and, if given, its score."""
     picture = _picture(image.cpu().float())
     factor = picture.width / image.shape[-1]
-    draw, font = needed("PIL.ImageDraw", "pillow").Draw(picture), _font()
+    draw, font = _pillow("ImageDraw").Draw(picture), _font()
     for place, (box, label) in enumerate(zip(boxes.tolist(), labels.tolist(), strict=True)):
         ink = colour(int(label) - 1)
         left, top, right, bottom = (value * factor for value in box)
@@ -76,8 +76,8 @@ def write_sheet(file: Path, rows: Sequence[Sequence[Image]], titles: Sequence[st
     width = sum(widths) + _GAP * (len(widths) + 1)
     legend = _legend(classes, width)
     height = _LINE + sum(heights) + _GAP * (len(heights) + 1) + _LINE * (1 + max(line for line, _, _ in legend))
-    sheet = _image().new("RGB", (width, height), "white")
-    draw, font = needed("PIL.ImageDraw", "pillow").Draw(sheet), _font()
+    sheet = _pillow("Image").new("RGB", (width, height), "white")
+    draw, font = _pillow("ImageDraw").Draw(sheet), _font()
     left = _GAP
     for column, title in enumerate(titles):
         draw.text((left, 4), title, fill=_GREY, font=font)
@@ -108,7 +108,7 @@ def _legend(classes: Sequence[str], width: int) -> list[tuple[int, int, str]]:
 
 def _picture(values: Tensor) -> Image:
     pixels = (values.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    return _resized(_image().fromarray(pixels), smooth=True)
+    return _resized(_pillow("Image").fromarray(pixels), smooth=True)
 
 
 def _resized(picture: Image, *, smooth: bool) -> Image:
@@ -116,13 +116,14 @@ def _resized(picture: Image, *, smooth: bool) -> Image:
     factor: float = max(1, -(-_SMALLEST // picture.width))
     if picture.width > _LARGEST:
         factor = _LARGEST / picture.width
-    how = _image().Resampling.BICUBIC if smooth else _image().Resampling.NEAREST
+    ways = _pillow("Image").Resampling
+    how = ways.BICUBIC if smooth else ways.NEAREST
     return picture.resize((round(picture.width * factor), max(round(picture.height * factor), 1)), how)
 
 
-def _image():  # type: ignore[no-untyped-def]
-    return needed("PIL.Image", "pillow")
+def _font() -> Any:
+    return _pillow("ImageFont").load_default(size=_TEXT)
 
 
-def _font():  # type: ignore[no-untyped-def]
-    return needed("PIL.ImageFont", "pillow").load_default(size=_TEXT)
+def _pillow(part: str) -> Any:
+    return needed(f"PIL.{part}", "drawing predictions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -10,24 +11,25 @@ import torch
 from torch import Tensor
 
 from dyrep.engine.world import World
-from dyrep.errors import ConfigError
+from dyrep.extras import missing, needed
 
 BACKENDS = ("faster_coco_eval", "pycocotools")
 """What computes COCO's metrics for torchmetrics; the first that can be imported is taken."""
-_INSTALL = 'pip install "dyrep[downstream]"'
+_DETECTION = "mAP of detectors"  # what is measured, for messages
+_SEGMENTATION = "mIoU of segmentation networks"
 
 
 def mean_average_precision() -> Any:
     """The mAP as COCO defines it, by torchmetrics with whichever of its backends is there.
 
     Raises:
-        ConfigError: torchmetrics, or a backend, is not installed; the message names the extra.
+        MissingPackageError: torchmetrics, or a backend, is not installed.
 
     Example:
         >>> mean_average_precision().class_metrics
         True
     """
-    metrics = _torchmetrics("detection", "mAP of detectors")
+    metrics = needed("torchmetrics.detection", _DETECTION)
     # torchmetrics gathers image by image, which goes wrong where ranks have different numbers of images
     return metrics.MeanAveragePrecision(class_metrics=True, backend=coco_backend(), sync_on_compute=False)
 
@@ -36,16 +38,14 @@ def coco_backend() -> str:
     """What computes COCO's metrics here.
 
     Raises:
-        ConfigError: nothing that could is installed; the message names the extra.
+        MissingPackageError: nothing that could is installed.
     """
     for backend in BACKENDS:
-        try:
+        with contextlib.suppress(ImportError):  # of it, or of something that it needs
             importlib.import_module(backend)
-        except ImportError:  # it, or something that it needs
-            continue
-        return backend
-    packages = " or ".join(name.replace("_", "-") for name in BACKENDS)
-    raise ConfigError(f"mAP of detectors needs {packages}, and neither can be imported: {_INSTALL}")
+            return backend
+    first, second = BACKENDS
+    raise missing(first, _DETECTION, f"{second} would do, too")
 
 
 class FoundBoxes:
@@ -103,7 +103,7 @@ def intersection_over_union(classes: int, ignored: int) -> Any:
     """Intersection over union of every class, and their mean over classes that occur.
 
     Raises:
-        ConfigError: torchmetrics is not installed; the message names the extra.
+        MissingPackageError: torchmetrics is not installed.
 
     Example:
         >>> import torch
@@ -112,14 +112,7 @@ def intersection_over_union(classes: int, ignored: int) -> Any:
         >>> {key: value.tolist() for key, value in iou.compute().items()}
         {'each': [0.5, 0.0], 'mean': 0.25}
     """
-    metrics = _torchmetrics("classification", "mIoU of segmentation networks")
-    collection = importlib.import_module("torchmetrics").MetricCollection
+    metrics = needed("torchmetrics.classification", _SEGMENTATION)
+    collection = needed("torchmetrics", _SEGMENTATION).MetricCollection
     kind, settings = metrics.MulticlassJaccardIndex, {"num_classes": classes, "ignore_index": ignored}
     return collection({"mean": kind(average="macro", **settings), "each": kind(average="none", **settings)})
-
-
-def _torchmetrics(part: str, what: str) -> Any:
-    try:
-        return importlib.import_module(f"torchmetrics.{part}")
-    except ImportError as error:
-        raise ConfigError(f"{what} needs torchmetrics, which cannot be imported ({error}): {_INSTALL}") from error
