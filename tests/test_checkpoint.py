@@ -182,3 +182,18 @@ def test_equal_models_give_equal_files_in_every_process(tmp_path):
         command = [sys.executable, "-c", SAVING, *map(str, files[2 * seed : 2 * seed + 2])]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": str(seed)})
     assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_modules_that_look_for_their_version_in_a_state_dict_are_loaded(tmp_path):
+    class Versioned(nn.Conv2d):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            assert local_metadata.get("version") == 2
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    model = nn.Sequential(Versioned(3, 4, 3), nn.Conv2d(4, 4, 3))
+    dyrep.expand_(model, "1", ["1x1"])
+    twin = nn.Sequential(Versioned(3, 4, 3), nn.Conv2d(4, 4, 3))
+    dyrep.load(dyrep.save(model, tmp_path / "model.safetensors"), twin)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True))

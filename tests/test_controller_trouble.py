@@ -1,6 +1,7 @@
 """What an update does when something is wrong."""
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -19,6 +20,7 @@ from dyrep.errors import (
     NoUpdateWarning,
     OptimizerError,
     StructureError,
+    UnmeasuredEditWarning,
     WrappedModelError,
 )
 from training import loss_of, make_batches, make_net, start, train_epoch
@@ -109,6 +111,58 @@ def test_without_batches_nothing_is_measured_and_the_edit_is_made():
     (edit,) = controller.epoch_end()
     assert edit.layer == "conv"
     assert not {"drift", "train_drift"} & set(edit.detail)
+
+
+class Deciding(nn.Module):
+    """Gives class numbers in eval mode, which do not tell how far an edit moves what they are decided by."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x):
+        return self.net(x) if self.training else self.net(x).argmax(1)
+
+
+def test_edits_of_a_model_whose_eval_output_cannot_be_compared_are_made_with_a_warning_and_no_figure():
+    model = Deciding()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.warns(UnmeasuredEditWarning, match="no floating-point tensor .*, so edits are made unmeasured"):
+        (edit,) = controller.epoch_end(BATCHES)
+    assert "drift" not in edit.detail
+    assert edit.detail["train_drift"] < 0.1
+
+
+def test_a_model_that_cannot_be_copied_evolves_and_is_deployed_in_place():
+    model, optimizer, controller = start()
+    model.lock = threading.Lock()
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES)
+    with pytest.raises(DyRepError, match=r"the model cannot be copied \(.*lock.*\): give inplace=True"):
+        controller.deploy()
+    assert dyrep.deploy(model, inplace=True) is model
+
+
+def test_an_update_in_inference_mode_is_refused_and_changes_nothing():
+    model, optimizer, controller = start()
+    train_epoch(model, optimizer, BATCHES)
+    with torch.inference_mode(), pytest.raises(DyRepError, match=r"inside torch.inference_mode\(\) cannot be trained"):
+        controller.update(BATCHES)
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.update(BATCHES)
+
+
+def test_blocks_that_another_optimizer_trains_are_not_cut():
+    model = make_net()
+    dyrep.expand_(model, "0", ["1x1", "1xK"])
+    optimizer = torch.optim.SGD(model[3:].parameters(), lr=0.05)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", cut_threshold=1e9))
+    train_epoch(model, optimizer, BATCHES)
+    edits = controller.epoch_end(BATCHES)
+    assert {edit.layer for edit in edits} & {"3", "5"}
+    assert list(model[0].branches) == ["1x1", "1xK"]
 
 
 def test_empty_batches_are_an_error_and_change_nothing():

@@ -122,3 +122,16 @@ def test_layers_that_keep_activations_are_timed_followed_and_folded():
     trained(model)
     assert list(dyrep.follow_(average, model)[0].branches) == ["1x1"]
     assert len(dyrep.measure_executions(model, torch.randn(2, 3, 8, 8), repeats=1, executions=["eager"])) == 1
+
+
+def test_a_traced_model_is_copied_in_the_modes_it_has():
+    from torchvision.models import resnet18
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    torch.manual_seed(0)
+    model = create_feature_extractor(resnet18(num_classes=4), ["layer1"]).eval()
+    x = torch.randn(2, 3, 32, 32)
+    dyrep.expand_(model, "layer1.0.conv1", gamma=0.5)
+    plain = dyrep.deploy(model)
+    assert not any(module.training for module in plain.modules())
+    assert torch.allclose(plain(x)["layer1"], model(x)["layer1"], atol=1e-4)

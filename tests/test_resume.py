@@ -8,7 +8,8 @@ import torch
 
 import dyrep
 from dyrep.errors import DyRepError, OptimizerError, SettingsChangedWarning
-from training import make_batches, start, train_epoch
+from dyrep.surgery.optimizer_state import state_by_name
+from training import make_batches, make_net, start, train_epoch
 
 BATCHES = make_batches()
 SETTINGS = {"interval": 2, "cut_threshold": 0.0005, "top_k": 1}
@@ -52,7 +53,7 @@ def test_resuming_equals_never_having_stopped(optimizer, stop):
     ours, theirs = after[0].state_dict(), whole[0].state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    states = [dyrep.surgery.optimizer.state_by_name(parts[1], parts[0]) for parts in (after, whole)]
+    states = [state_by_name(parts[1], parts[0]) for parts in (after, whole)]
     assert [group["params"] for group in states[0]["groups"]] == [group["params"] for group in states[1]["groups"]]
     for name, values in states[1]["state"].items():
         for key, value in values.items():
@@ -146,7 +147,7 @@ def test_the_users_own_optimizer_state_dict_loads_after_the_controllers():
     other = start(seed=3, **SETTINGS)
     other[2].load_state_dict(state["dyrep"])
     other[1].load_state_dict(state["optimizer"])
-    ours, theirs = (dyrep.surgery.optimizer.state_by_name(parts[1], parts[0])["state"] for parts in (other, saved))
+    ours, theirs = (state_by_name(parts[1], parts[0])["state"] for parts in (other, saved))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name]["momentum_buffer"], theirs[name]["momentum_buffer"]) for name in theirs)
 
@@ -164,3 +165,53 @@ def test_the_event_log_of_a_resumed_run_reads_as_one(tmp_path):
     epochs(second, 4, 8)
     updates = [event["epoch"] for event in dyrep.read_events(tmp_path / "events.jsonl") if event["type"] == "update"]
     assert updates == [2, 4, 6, 8]
+
+
+def test_folded_blocks_measure_in_the_same_steps_after_resuming():
+    def make():
+        model = make_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        config = dyrep.DyRepConfig(interval=2, score="snip", calibration_batches=2)
+        return model, optimizer, dyrep.DyRep(model, optimizer, config, execution={"execution": "folded", "every": 4})
+
+    whole = make()
+    epochs(whole, 0, 11)  # more steps than all of which measure
+    saved = through_a_file({"model": whole[0].state_dict(), "dyrep": whole[2].state_dict()})
+    after = make()
+    after[2].load_state_dict(saved["dyrep"])
+    after[0].load_state_dict(saved["model"])
+    for parts in (whole, after):
+        epochs(parts, 11, 12)
+    ours, theirs = after[0].state_dict(), whole[0].state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_two_optimizers_of_one_model_are_resumed_each_by_its_own_controller():
+    def make():
+        model = make_net()
+        optimizers = torch.optim.SGD(model[:3].parameters(), 0.05, 0.9), torch.optim.AdamW(model[3:].parameters(), 1e-3)
+        config = dyrep.DyRepConfig(interval=1, score="snip", calibration_batches=2)
+        return model, optimizers, [dyrep.DyRep(model, optimizer, config) for optimizer in optimizers]
+
+    def train(model, optimizers, controllers):
+        for images, labels in BATCHES:
+            model.zero_grad()
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for controller in controllers:
+            controller.epoch_end(BATCHES)
+
+    whole = make()
+    train(*whole)
+    train(*whole)
+    saved = through_a_file([whole[0].state_dict(), *(controller.state_dict() for controller in whole[2])])
+    after = make()
+    for controller, state in zip(after[2], saved[1:], strict=True):
+        controller.load_state_dict(state)
+    after[0].load_state_dict(saved[0])
+    for parts in (whole, after):
+        train(*parts)
+    ours, theirs = after[0].state_dict(), whole[0].state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

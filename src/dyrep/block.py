@@ -275,6 +275,8 @@ class RepConv(_Base):
         elif self.origin_norm is None or self.origin_norm.kind != scaling:
             self.origin_norm = origin_scaling_for(self, scaling)
             self._prepare_below_(self.origin_norm)
+        if not self.weight.requires_grad and not self.origin_off:
+            self.requires_grad_(False)
 
     def _prepare_below_(self, module: nn.Module) -> None:
         """Make the convolutions inside a branch able to grow by loading in turn."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,4 +127,17 @@ def _about(metadata: dict[str, str]) -> dict[str, Any]:
 def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor], optimizer: Optimizer | None) -> None:
     # weights drawn here are overwritten at once
     restructure_(model, wanted, optimizer=optimizer, generator=torch.Generator())
-    model.load_state_dict(tensors)
+    model.load_state_dict(with_versions(tensors, model))
+
+
+def with_versions(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
+    """A state dict read from safetensors, which do not keep the versions of modules that some of these look for.
+
+    Example:
+        >>> model = nn.BatchNorm2d(2)
+        >>> model.load_state_dict(with_versions(dict(model.state_dict()), model))
+        <All keys matched successfully>
+    """
+    state = OrderedDict(tensors)
+    state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
+    return state

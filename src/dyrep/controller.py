@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dyrep import policy
+from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.checking import is_whole
@@ -37,7 +38,7 @@ from dyrep.surgery import ranks
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import deploy
-from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
+from dyrep.surgery.optimizer_state import load_state_by_name_, locate, state_by_name
 from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
 from dyrep.surgery.structure import importances, restructure_, structure, touched
 from dyrep.surgery.targets import Target
@@ -188,6 +189,8 @@ class DyRep:
             ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
         with preserved_randomness(model, batches):
             data = None if batches is None else self._read(batches)
+            if self._plain_macs is None:
+                self._costs(model, data)  # while it is plain, there is nothing to fold for that
             scores, seen = self.scorer.scores(model, data, self._seed(stream=1))
             guard = EditGuard(
                 model,
@@ -201,7 +204,7 @@ class DyRep:
             try:
                 if guard.healthy:
                     self._grow(model, guard, scores, data)
-                    blocks = _block_states(model)
+                    blocks = {name: state for name, state in _block_states(model).items() if self._trains(model, name)}
                     strengths = {name: block.importances for name, block in blocks.items()}
                     self._cut(model, guard, blocks)
                 else:
@@ -262,6 +265,7 @@ class DyRep:
             "scorer": self.scorer.state_dict(),
             "counters": {"epoch": self.epoch, "step": self.step, "updates": self.updates},
             "rejected": dict(self._candidates.rejected),
+            "clocks": {name: block.execution.clock.step for name, block in _own_clocks(model)},
             "plain_macs": self._plain_macs,
             "next_event": self._log.next_seq,
         }
@@ -276,10 +280,11 @@ class DyRep:
         """
         _check_state(state)
         model = bare(self.model)
-        before = Snapshot(touched(model, state["structure"]), self.optimizer)
+        wanted = self._wanted_structure(model, state["structure"])
+        before = Snapshot(touched(model, wanted), self.optimizer)
         options = [_options(group) for group in self.optimizer.param_groups]
         try:
-            restructure_(model, state["structure"], optimizer=self.optimizer, generator=torch.Generator())
+            restructure_(model, wanted, optimizer=self.optimizer, generator=torch.Generator())
             load_state_by_name_(self.optimizer, model, state["optimizer"])
             self.model = self._followers.follow_(self.model)
         except BaseException:
@@ -287,6 +292,8 @@ class DyRep:
             for group, earlier in zip(self.optimizer.param_groups, options, strict=True):
                 group.update(earlier)
             raise
+        for name, block in _own_clocks(model):
+            block.execution.clock.step = state.get("clocks", {}).get(name, 0)
         self._candidates.rejected = dict(state["rejected"])
         self.scorer.watch(self._candidates.operations())
         self.scorer.load_state_dict(state["scorer"])
@@ -391,9 +398,30 @@ class DyRep:
     def _costs(self, model: nn.Module, data: list[Any] | None) -> Costs | None:
         if not data:
             return None
+        now = costs(model, data[0], forward=self._forward)
         if self._plain_macs is None:
-            self._plain_macs = costs(deploy(model), data[0], forward=self._forward).macs
-        return costs(model, data[0], forward=self._forward)
+            grown = bool(structure(model)["blocks"])
+            self._plain_macs = costs(deploy(model), data[0], forward=self._forward).macs if grown else now.macs
+        return now
+
+    def _trains(self, model: nn.Module, layer: str) -> bool:
+        """Whether the optimizer holds a layer, or the one that its block has grown from."""
+        outermost = layer.partition(".branches.")[0]
+        return locate(self.optimizer, model.get_submodule(outermost).weight) is not None  # type: ignore[arg-type]
+
+    def _wanted_structure(self, model: nn.Module, saved: Any) -> Any:
+        """A saved structure; layers that another optimizer trains are for its controller, and stay as they are."""
+        if not isinstance(saved, Mapping) or not isinstance(saved.get("blocks"), Mapping):
+            return saved  # which is refused for what it is
+        here = structure(model)["blocks"]
+        others = {name: block for name, block in here.items() if not self._trains(model, name)}
+        known = {name for name, _ in model.named_modules()}
+        own = {
+            name: block
+            for name, block in saved["blocks"].items()
+            if name.partition(".branches.")[0] not in known or self._trains(model, name)
+        }
+        return {**saved, "blocks": {**own, **others}}
 
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""
@@ -445,6 +473,12 @@ def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:
         origin = found.pop(ORIGIN, None)
         states[layer] = policy.BlockState(found, origin)
     return states
+
+
+def _own_clocks(model: nn.Module) -> list[tuple[str, RepConv]]:
+    """Blocks that count their training steps themselves, by name."""
+    blocks = ((name, module) for name, module in model.named_modules() if isinstance(module, RepConv))
+    return [(name, block) for name, block in blocks if not block.execution.clock.managed]
 
 
 def _explained(edit: Edit, scores: Mapping[str, float], strengths: Mapping[str, Mapping[str, float]]) -> Edit:

@@ -33,7 +33,11 @@ def copied(module: Module, memo: dict[int, Any] | None = None) -> Module:
     for tensor in _tensors_of(module):
         if not tensor.is_leaf and id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(module, memo)
+    twin = copy.deepcopy(module, memo)
+    modes = {name: child.training for name, child in module.named_modules()}
+    for name, child in twin.named_modules():  # a traced module is made anew, in training mode
+        child.training = modes.get(name, child.training)
+    return twin
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:

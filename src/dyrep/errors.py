@@ -79,6 +79,10 @@ class EditRolledBackWarning(UserWarning):
     """An edit that would have changed the network's function and was not made, or undone."""
 
 
+class UnmeasuredEditWarning(UserWarning):
+    """Edits of a model whose output does not tell how far they move it."""
+
+
 class SettingsChangedWarning(UserWarning):
     """A run that goes on with other settings than it was saved with."""
 

@@ -105,6 +105,6 @@ def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:
 
 def _before_following(average: nn.Module, model: nn.Module) -> Snapshot:
     """What an average looks like before it takes on the structure of the model."""
-    inner = inside(average)
+    inner = inside(average, model)
     blocks = {**structure(inner)["blocks"], **structure(model)["blocks"]}
     return Snapshot([module for name, module in inner.named_modules() if name in blocks], None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dyrep.errors import EditRolledBackWarning
+from dyrep.errors import EditRolledBackWarning, UnmeasuredEditWarning
 from dyrep.surgery import ranks
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import drift, eval_outputs, train_outputs
@@ -31,7 +31,7 @@ class EditGuard:
         distributed: whether ranks accept or reject together.
 
     Attributes:
-        done: edits that were kept, with ``drift`` (eval mode) and ``train_drift`` in their detail.
+        done: edits that were kept, with ``drift`` (eval mode) and ``train_drift`` in their detail, where measured.
         rejected: edits that were taken back.
     """
 
@@ -55,6 +55,13 @@ class EditGuard:
         self._tolerance = _default_tolerance(model) if tolerance is None else tolerance
         self._distributed = distributed
         self._before = self._outputs()
+        if batch is not None and "drift" not in self._before:
+            warnings.warn(
+                "in eval mode the model's output holds no floating-point tensor (classes or masks perhaps), so edits "
+                "are made unmeasured: say with forward=lambda model, batch: ... how to get at what can be compared",
+                UnmeasuredEditWarning,
+                stacklevel=4,
+            )
 
     @property
     def healthy(self) -> bool:
@@ -72,7 +79,7 @@ class EditGuard:
         except BaseException:
             snapshot.restore_()
             raise
-        measured = {kind: drift(after[kind], self._before[kind]) for kind in after}
+        measured = {kind: drift(after[kind], self._before[kind]) for kind in after if kind in self._before}
         fine = self._together(all(measured[kind] <= self._tolerance for kind in measured if kind == "drift"))
         made = [replace(one, detail={**one.detail, **measured}) for one in made]
         if fine:
@@ -103,12 +110,14 @@ class EditGuard:
         return bool(ranks.smallest(int(fine), device_of(self._model)))
 
     def _outputs(self) -> dict[str, dict[str, Tensor]]:
+        """What there is to compare; nothing of a mode in which the model puts out no floating-point numbers."""
         if self._batch is None:
             return {}
-        return {
+        found = {
             "drift": eval_outputs(self._model, self._batch, self._forward),
             "train_drift": train_outputs(self._model, self._batch, self._forward),
         }
+        return {kind: outputs for kind, outputs in found.items() if outputs}
 
 
 def _default_tolerance(model: nn.Module) -> float:

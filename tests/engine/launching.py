@@ -63,7 +63,7 @@ import torch
 from dyrep import structure
 from dyrep.cli.main import main
 from dyrep.engine import running
-from dyrep.surgery.optimizer import state_by_name
+from dyrep.surgery.optimizer_state import state_by_name
 
 finish = running._finish
 

@@ -155,7 +155,7 @@ def test_the_method_can_change_before_branches_have_grown(methods, tmp_path, mon
     }[before.method](checkpoints.read(tmp_path / checkpoints.LAST))
     trainer = make_trainer(after, tmp_path, change_settings=True)
     trainer.resume()
-    ours = dyrep.surgery.optimizer.state_by_name(trainer.optimizer, trainer.model)["state"]
+    ours = dyrep.surgery.optimizer_state.state_by_name(trainer.optimizer, trainer.model)["state"]
     assert_same(ours, momentum)
     train(after, settings(tmp_path, change_settings=True))
     kinds = [event["type"] for event in dyrep.read_events(tmp_path / "events.jsonl")]

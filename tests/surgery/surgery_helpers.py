@@ -116,3 +116,30 @@ def decay_groups(model: nn.Module) -> list[dict]:
     kernels = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": kernels, "weight_decay": 1e-3}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def trained(make, model: nn.Module | None = None, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after some steps."""
+    model = conv_bn_net() if model is None else model
+    optimizer = make(model.parameters())
+    for batch in images(steps):
+        train_step(model, optimizer, batch)
+    return model, optimizer
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, fused=True),
+    "SGD tensor lr": lambda p: torch.optim.SGD(p, lr=torch.tensor(0.01), momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, lr=1e-3, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-3),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
+}

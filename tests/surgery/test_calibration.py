@@ -498,3 +498,82 @@ def test_a_signal_that_is_small_throughout_is_not_taken_for_a_dead_one():
     before = model(batches[0])
     dyrep.expand_(model, "0", calibration=batches[1:], relative_gamma=True)
     assert (model(batches[0]) - before).abs().max() / before.abs().max() < 1e-2
+
+
+HOOKS = {
+    "scales": lambda module, args, output: 100 * output,
+    "clips": lambda module, args, output: output.relu() + 1,
+    "makes a tuple": lambda module, args, output: (output, output),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@pytest.mark.parametrize("settings", [{"relative_gamma": True}, {"origin_norm": "calibrated"}], ids=str)
+def test_hooks_that_make_something_else_of_the_output_are_not_measured(kind, settings):
+    class Net(nn.Module):
+        def __init__(self, hooked):
+            super().__init__()
+            torch.manual_seed(0)
+            self.conv = nn.Conv2d(3, 8, 3, padding=1)
+            if hooked:
+                self.conv.register_forward_hook(HOOKS[kind])
+
+        def forward(self, x):
+            return self.conv(x)
+
+    hooked, plain, batches = Net(True), Net(False), images(2)
+    for model in (hooked, plain):
+        generator = torch.Generator().manual_seed(0)
+        dyrep.expand_(model, "conv", ["1x1", "1xK"], calibration=batches, generator=generator, **settings)
+        assert dyrep.costs(model, batches[0]).macs > 0
+    ours, theirs = hooked.state_dict(), plain.state_dict()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+class Features(dict):
+    """A batch as some libraries make them: a dict with its entries as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Samples(list):
+    """A batch that cannot be made anew from its entries."""
+
+    def __init__(self, size, entries):
+        super().__init__(entries)
+        self.size = size
+
+
+@pytest.mark.parametrize("make", [lambda x: Features(pixels=x), lambda x: Samples(4, [x])], ids=["dict", "list"])
+def test_batches_reach_forward_as_the_objects_that_they_are(make):
+    seen, batches = [], [make(x) for x in images(2)]
+
+    def forward(model, batch):
+        seen.append(batch)
+        return model(batch.pixels if isinstance(batch, Features) else batch[0])
+
+    dyrep.expand_(conv_bn_net(), "3", ["1x1"], calibration=batches, forward=forward)
+    assert all(ours is theirs for ours, theirs in zip(seen, batches, strict=True))
+
+
+def test_a_batch_without_a_tensor_is_refused_by_what_it_begins_with():
+    batch = (np.zeros((2, 3, 8, 8), dtype=np.float32), 0)
+    with pytest.raises(CalibrationError, match="in a batch of type tuple that begins with a ndarray"):
+        dyrep.expand_(conv_bn_net(), "3", ["1x1"], calibration=[batch])
+
+
+@pytest.mark.parametrize("attribute", ["loader", "iterable"])
+def test_the_order_of_a_loader_inside_another_object_is_left_alone(attribute):
+    class Prefetcher:
+        def __init__(self, loader):
+            setattr(self, attribute, loader)
+
+        def __iter__(self):
+            return iter(getattr(self, attribute))
+
+    generator = torch.Generator().manual_seed(3)
+    data = [x[0] for x in images(8)]
+    loader = Prefetcher(DataLoader(data, batch_size=2, shuffle=True, generator=generator))
+    before = generator.get_state()
+    dyrep.expand_(conv_bn_net(), "3", ["1x1"], calibration=loader)
+    assert torch.equal(generator.get_state(), before)

@@ -8,6 +8,8 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel
 
 import dyrep
 from dyrep.block import RepConv
@@ -221,7 +223,7 @@ def test_malformed_structure_is_refused_in_words_and_changes_nothing(kind, expan
 IMPOSSIBLE = {
     "a norm": ({"0": GOOD, "4": GOOD}, "'4'"),
     "a branch that does not fit": ({"3": GOOD, "0": {"branches": ["residual"]}}, "residual"),
-    "a frozen layer": ({"0": GOOD, "3": GOOD}, "frozen"),
+    "a layer of computed weights": ({"0": GOOD, "3": GOOD}, "computed"),
     "an inner block without its outer one": ({"0": GOOD, INNER: GOOD}, INNER),
     "an inner block whose branch is cut": ({"0": GOOD, "3": GOOD, INNER: GOOD}, INNER),
     "an inner block of an inner one left out": (
@@ -241,13 +243,63 @@ def test_structure_that_the_model_cannot_take_on_is_refused_in_words_and_changes
     model = conv_bn_net()
     if kind.startswith("an inner block"):
         dyrep.expand_(model, "3", ["1x1-KxK"])
-    if kind == "a frozen layer":
-        model[3].weight.requires_grad_(False)
+    if kind == "a layer of computed weights":
+        weight_norm(model[3])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = picture(model, optimizer)
     with pytest.raises(DyRepError, match=message):
         dyrep.restructure_(model, structure_of(blocks), optimizer=optimizer)
     assert_same_picture(picture(model, optimizer), before)
+
+
+@pytest.mark.parametrize("way", ["load", "restructure", "prepare"])
+@pytest.mark.parametrize("held", [True, False], ids=["in the optimizer", "not in it"])
+def test_a_frozen_model_takes_on_a_structure_and_its_branches_are_frozen_too(way, held, tmp_path):
+    evolved, x = conv_bn_net(), images(1)[0]
+    dyrep.expand_(evolved, ["0", "3"], calibration=[x], origin_norm="calibrated")
+    model = conv_bn_net()
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if held or p.requires_grad], lr=0.1)
+    if way == "load":
+        dyrep.load(dyrep.save(evolved, tmp_path / "model.safetensors"), model, optimizer=optimizer)
+    elif way == "restructure":
+        dyrep.restructure_(model, dyrep.structure(evolved), optimizer=optimizer).load_state_dict(evolved.state_dict())
+    else:
+        dyrep.prepare_(model).load_state_dict(evolved.state_dict())
+    assert torch.equal(eval_output(model, x), eval_output(evolved, x))
+    assert not any(p.requires_grad for p in model[3].parameters())
+    assert all(p.requires_grad for p in model[0].parameters())
+    if way != "prepare":
+        assert sorted(held_parameters(optimizer)) == sorted(
+            id(p) for p in model.parameters() if held or p.requires_grad
+        )
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+def test_an_average_kept_in_another_precision_follows_in_its_own(dtypes):
+    model, x = conv_bn_net(dtypes[0]), images(1, dtype=dtypes[1])[0]
+    average = AveragedModel(copy.deepcopy(model).to(dtypes[1]))
+    before = eval_output(average, x)
+    dyrep.expand_(model, "3", gamma=0.3, origin_norm="reference")
+    dyrep.follow_(average, model)
+    assert {p.dtype for p in average.parameters()} == {dtypes[1]}
+    assert relative_change(eval_output(average, x), before) <= 1e-5
+
+
+def test_a_copy_of_a_model_that_calls_something_module_follows_as_it_is():
+    class Wrapping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = conv_bn_net()
+
+        def forward(self, x):
+            return self.module(x)
+
+    model = Wrapping()
+    twin = copy.deepcopy(model)
+    dyrep.expand_(model, "module.3", ["1x1"])
+    dyrep.follow_(twin, model)
+    assert dyrep.structure(twin) == dyrep.structure(model)
 
 
 def test_prepare_leaves_keys_parameters_and_function_alone():
@@ -589,7 +641,7 @@ HALF_WAY = {
         {"3": REPLACING, "6": REPLACING},
         "cannot be replaced",
     ),
-    "a frozen layer": ({"3": REPLACING, "6": GOOD}, "frozen"),
+    "a layer of computed weights": ({"3": REPLACING, "6": GOOD}, "computed"),
     "without the original kernel": (
         {"3": {**REPLACING, "origin_norm": False, "origin": False}, "0": {"branches": ["residual"]}},
         "residual",
@@ -602,10 +654,10 @@ HALF_WAY = {
 def test_failure_half_way_restores_norms_and_what_is_trained(kind, method):
     blocks, message = HALF_WAY[kind]
     model = normed_net() if method is None else converted(method)
-    if kind == "a frozen layer":
+    if kind == "a layer of computed weights":
         if method is not None:
             dyrep.cut_(model, "6")
-        model[6].weight.requires_grad_(False)
+        weight_norm(model[6])
     model[4].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.05, momentum=0.9)
     x = images(1)[0]

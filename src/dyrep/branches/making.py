@@ -52,6 +52,8 @@ def make_branch(
     Raises:
         BranchError: there is no such branch, or this convolution cannot have it.
     """
+    if torch.is_inference_mode_enabled():
+        raise BranchError("branches that are made inside torch.inference_mode() cannot be trained: leave it first")
     if not is_branch(name):
         raise BranchError(f"unknown branch {name!r}; valid are {branch_list()}")
     option = branch_option(name, geometry)
@@ -79,6 +81,6 @@ def make_branch(
 def reset_conv_(weight: Tensor, generator: torch.Generator | None, gain: float = 1.0) -> None:
     """Torch's own initialisation (or ``gain`` times it), drawn on the CPU: a seed means the same on every device."""
     bound = gain / math.sqrt(math.prod(weight.shape[1:]))
-    drawn = torch.empty(weight.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+    drawn = torch.empty(weight.shape, dtype=torch.float32, device="cpu").uniform_(-bound, bound, generator=generator)
     with torch.no_grad():
         weight.copy_(drawn)

@@ -13,7 +13,7 @@ from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.setup import suit_device_
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.methods import method
-from dyrep.surgery.optimizer import load_state_by_name_, state_by_name
+from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
 from dyrep.surgery.structure import structure
 from dyrep.wording import beginning
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dyrep.checkpoint import with_versions
 from dyrep.engine.data import Data
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.rundir import RunDirectory
@@ -68,7 +69,8 @@ def backbone_weights(path: Path) -> tuple[dict[str, Tensor], str]:
 def load_plain_weights_(model: nn.Module, path: Path) -> None:
     """Load a state dict strictly from a safetensors file, or from one of `torch.save` without unpickling code."""
     try:
-        model.load_state_dict(_read_weights(path))
+        state = _read_weights(path)
+        model.load_state_dict(state if hasattr(state, "_metadata") else with_versions(state, model))
     except CheckpointError:
         raise
     except Exception as error:

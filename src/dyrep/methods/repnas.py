@@ -21,8 +21,9 @@ from dyrep.surgery import ranks
 from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
-from dyrep.surgery.optimizer import check_optimizer, load_state_by_name_, remove_, state_by_name
-from dyrep.surgery.structure import structure
+from dyrep.surgery.optimizer import check_optimizer, remove_
+from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
+from dyrep.surgery.structure import inside, structure
 from dyrep.surgery.wrappers import bare, find_ddp, forget_compiled, rewrap_ddp_
 
 FORMAT = 1
@@ -149,7 +150,7 @@ class RepNAS:
         first = next(inner.parameters())
         self.strengths = torch.zeros(len(self.gates.names), device=first.device, requires_grad=True)
         self._names = list(self.gates.names)
-        self._average_gates = [Gates(_inside(average), config.keep) for average in self._averages]
+        self._average_gates = [Gates(inside(average, inner), config.keep) for average in self._averages]
         if any(gates.names != self._names for gates in self._average_gates):
             raise StructureError(
                 "a moving average was made before the model was converted, and cannot follow: dyrep.convert_(model, "
@@ -290,7 +291,7 @@ class RepNAS:
         gone = settle_(bare(self.model), keep)
         remove_(self.optimizer, [p for parameters in gone.values() for p in parameters])
         for average in self._averages:
-            settle_(_inside(average), keep)
+            settle_(inside(average, self.model), keep)
         self.close()
         self.kept, self.gates, self._learner = keep, None, None
         self.strengths = self.strengths.detach()
@@ -372,11 +373,6 @@ class RepNAS:
         self.epoch, self.updates = counters["epoch"], counters["updates"]
         self._steps.fill_(counters["step"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=counters["step"])
-
-
-def _inside(average: nn.Module) -> nn.Module:
-    """The copy of the model that a moving average keeps."""
-    return bare(getattr(average, "module", average))
 
 
 class _Hook:

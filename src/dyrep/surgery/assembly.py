@@ -19,6 +19,7 @@ from dyrep.norm import BranchNorm, sync_norms_
 from dyrep.passing import PassedNorm
 from dyrep.scaling import SCALINGS, Scaling
 from dyrep.surgery.optimizer import insert_
+from dyrep.surgery.optimizer_state import copies_moved
 from dyrep.surgery.wrappers import sync_group
 
 
@@ -144,7 +145,8 @@ def assemble_(
         if branch not in block.branches
     }
     if preserve and plan.origin:
-        attach_(block, branches, norm)
+        with copies_moved(optimizer, [block]):
+            attach_(block, branches, norm)
     else:
         block.origin_norm = norm or block.origin_norm
         block.set_branches_({**block.branch_modules(), **branches})

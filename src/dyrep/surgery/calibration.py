@@ -102,7 +102,8 @@ def calibrate_(
                 raise _SeenEverything
 
         handles.append(probe.conv.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(probe.conv.register_forward_hook(after))
+        # before hooks of the user, which may make something else of the output
+        handles.append(probe.conv.register_forward_hook(after, prepend=True))
 
     with preserved(model, batches, training=True):
         for norm in norms:

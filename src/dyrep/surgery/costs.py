@@ -83,7 +83,7 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
             read = math.prod(geometry.branch_input(x).shape[-dims:])
             positions[name] = Positions(before.input + read, before.output + math.prod(output.shape[-dims:]))
 
-        return conv.register_forward_hook(hook, with_kwargs=True)
+        return conv.register_forward_hook(hook, with_kwargs=True, prepend=True)
 
     handles = [watch(name, m) for name, m in model.named_modules() if isinstance(m, PLAIN_CONVS)]
     try:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dyrep import algebra
 from dyrep.block import RepConv, as_plain_, branch_for, origin_norm_for
-from dyrep.branches import Branch, branch_list, branch_option, branch_options, is_branch
+from dyrep.branches import GAMMA, Branch, branch_list, branch_option, branch_options, is_branch
 from dyrep.checking import is_number, require, require_whole
 from dyrep.errors import BranchError, CalibrationError, ConfigError
 from dyrep.geometry import ConvGeometry
@@ -23,6 +23,7 @@ from dyrep.surgery import ranks
 from dyrep.surgery.assembly import attach_, join_
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
 from dyrep.surgery.optimizer import check_holds, check_optimizer, remove_
+from dyrep.surgery.optimizer_state import copies_moved
 from dyrep.surgery.preserve import Forward
 from dyrep.surgery.targets import require_foldable, require_growable, resolve
 from dyrep.surgery.undo import Snapshot
@@ -65,7 +66,7 @@ def expand_(
     names: str | Iterable[str],
     branches: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     *,
-    gamma: float = 0.01,
+    gamma: float = GAMMA,
     relative_gamma: bool = False,
     calibration: Iterable[Any] | None = None,
     calibration_batches: int = CALIBRATION_BATCHES,
@@ -163,10 +164,11 @@ def expand_(
 
     before = Snapshot(convs.values(), optimizer)
     try:
-        for name, conv in convs.items():
-            _scale_gamma_(grown[name], outputs[name])
-            _start_origin_norm_(norms[name], origin_norm)
-            attach_(conv, grown[name], norms[name])
+        with copies_moved(optimizer, convs.values()):
+            for name, conv in convs.items():
+                _scale_gamma_(grown[name], outputs[name])
+                _start_origin_norm_(norms[name], origin_norm)
+                attach_(conv, grown[name], norms[name])
         for name, conv in convs.items():
             added: dict[str, nn.Module] = {f"branches.{key}": branch for key, branch in grown[name].items()}
             norm = norms[name]
@@ -220,15 +222,10 @@ def cut_(
         check_optimizer(optimizer)
     before = Snapshot(convs.values(), optimizer)
     try:
-        for name, conv in convs.items():
-            assert isinstance(conv, RepConv)
-            if len(doomed[name]) == len(conv.branches):
-                gone = [*conv.branches.values(), *([] if conv.origin_norm is None else [conv.origin_norm])]
-                as_plain_(conv)
-            else:
-                gone = _detach_(conv, doomed[name])
-            if optimizer is not None:
-                remove_(optimizer, [p for module in gone for p in module.parameters()])
+        with copies_moved(optimizer, convs.values()):
+            gone = [module for name, conv in convs.items() for module in _absorb_(conv, doomed[name])]
+        if optimizer is not None:
+            remove_(optimizer, [p for module in gone for p in module.parameters()])
     except BaseException:
         before.restore_()
         raise
@@ -322,10 +319,16 @@ def _scale_gamma_(branches: Mapping[str, Branch], output: BranchNorm | None) -> 
 
 
 @torch.no_grad()
-def _detach_(block: RepConv, names: Sequence[str]) -> list[nn.Module]:
-    """Absorb branches into the origin; returns them."""
+def _absorb_(block: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Absorb branches into the origin, and with the last one its norm too; returns what the block has lost."""
+    assert isinstance(block, RepConv)
+    if len(names) == len(block.branches):
+        gone = [*block.branches.values(), *([] if block.origin_norm is None else [block.origin_norm])]
+        as_plain_(block)
+        return gone
     dtype = algebra.exact_dtype(block.weight)
-    gone = {name: block.branch_modules()[name] for name in names}
-    block.set_origin_(*algebra.add(block.origin_folded(dtype), *(branch.folded(dtype) for branch in gone.values())))
-    block.set_branches_({name: branch for name, branch in block.branch_modules().items() if name not in gone})
-    return list(gone.values())
+    absorbed = {name: block.branch_modules()[name] for name in names}
+    folded = (branch.folded(dtype) for branch in absorbed.values())
+    block.set_origin_(*algebra.add(block.origin_folded(dtype), *folded))
+    block.set_branches_({name: branch for name, branch in block.branch_modules().items() if name not in absorbed})
+    return list(absorbed.values())

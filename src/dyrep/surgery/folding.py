@@ -35,7 +35,8 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
 
     Raises:
         DyRepError: a block cannot be folded, because its weight has become a computed one (by pruning, weight norm
-            or a parametrization), or belongs to a larger model; nothing has been changed then.
+            or a parametrization), or belongs to a larger model, or the model cannot be copied; nothing has been
+            changed then.
 
     Example:
         >>> from dyrep.surgery.edits import expand_
@@ -47,7 +48,10 @@ def deploy(model: nn.Module, *, inplace: bool = False) -> nn.Module:
     """
     _check_whole(bare(model))
     require_foldable(dict(bare(model).named_modules()))
-    plain = bare(model) if inplace else copied(bare(model))
+    try:
+        plain = bare(model) if inplace else copied(bare(model))
+    except TypeError as error:  # something in it is no data, such as a lock or an open file
+        raise DyRepError(f"the model cannot be copied ({error}): give inplace=True to fold it as it is") from error
     for block in [module for module in plain.modules() if isinstance(module, RepConv)]:
         if isinstance(block, RepConv):  # a block inside a branch is gone with its parent
             as_plain_(block)

@@ -6,7 +6,6 @@ remember groups by position, never notice, and the state of every surviving para
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
@@ -19,9 +18,9 @@ from dyrep.errors import OptimizerError
 from dyrep.norm import BranchNorm
 from dyrep.passing import PassedNorm
 from dyrep.scaling import ChannelScale
+from dyrep.surgery.optimizer_state import forget_flat_history_, locate, states_of
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, BranchNorm, PassedNorm)
-_FORMAT = 1
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -34,6 +33,8 @@ def check_optimizer(optimizer: object) -> None:
         raise OptimizerError(
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass the optimizer itself, not a wrapper"
         )
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        raise OptimizerError(f"{type(optimizer).__name__} wraps the optimizer that trains: pass its .optimizer instead")
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise OptimizerError("ZeroRedundancyOptimizer splits parameters over ranks once and for all; use a plain one")
 
@@ -45,28 +46,6 @@ def check_holds(optimizer: Optimizer, name: str, weight: Tensor) -> None:
             f"the weight of layer {name!r} is not in the optimizer, so its branches would not be trained: "
             "add it to a parameter group, leave the layer out, or pass optimizer=None"
         )
-
-
-def state_of(optimizer: Optimizer) -> dict[Tensor, Any]:
-    """Where an optimizer keeps the state of its parameters: timm's Lookahead does so in the one that it wraps.
-
-    Example:
-        >>> len(state_of(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)))
-        0
-    """
-    inner = getattr(optimizer, "_base_optimizer", None)
-    wraps = isinstance(inner, Optimizer) and inner.param_groups is optimizer.param_groups
-    state: dict[Tensor, Any] = inner.state if wraps else optimizer.state  # type: ignore[union-attr]
-    return state
-
-
-def locate(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int] | None:
-    """The group that holds a parameter, and its place there."""
-    for group in optimizer.param_groups:
-        for index, held in enumerate(group["params"]):
-            if held is parameter:
-                return group, index
-    return None
 
 
 def insert_(
@@ -110,89 +89,10 @@ def remove_(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
         if "param_names" in group:
             group["param_names"][:] = [group["param_names"][i] for i in keep]
         group["params"][:] = [group["params"][i] for i in keep]
-    state = state_of(optimizer)
-    for parameter in gone.values():
-        state.pop(parameter, None)
-    _forget_flat_history_(optimizer)
-
-
-def state_by_name(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state with parameters called by name, so that it fits however the groups were built.
-
-    Example:
-        >>> model = nn.Linear(2, 2)
-        >>> state_by_name(torch.optim.SGD(model.parameters(), lr=0.1), model)["groups"][0]["params"]
-        ['weight', 'bias']
-    """
-    names = _names(optimizer, model)
-    groups = []
-    for group in optimizer.param_groups:
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({"params": [names[id(p)] for p in group["params"]], "options": options})
-    state = {names[id(p)]: dict(values) for p, values in state_of(optimizer).items() if id(p) in names}
-    return {"format": _FORMAT, "groups": groups, "state": state}
-
-
-def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Restore what `state_by_name` returned: which parameter is in which group, options and state.
-
-    Raises:
-        OptimizerError: the groups or parameter names differ; nothing has been changed then.
-    """
-    if saved.get("format") != _FORMAT:
-        raise OptimizerError(f"optimizer state of format {saved.get('format')!r}; this version reads {_FORMAT}")
-    names = _names(optimizer, model)
-    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    wanted = [name for group in saved["groups"] for name in group["params"]]
-    missing = [name for name in wanted if name not in by_name]
-    extra = [name for name in by_name if name not in set(wanted)]
-    if missing or extra or len(saved["groups"]) != len(optimizer.param_groups):
-        raise OptimizerError(
-            f"the saved optimizer state does not fit: {len(saved['groups'])} groups saved, "
-            f"{len(optimizer.param_groups)} here; not in this optimizer: {missing[:5] or 'none'}; "
-            f"not in the file: {extra[:5] or 'none'}. Build model and optimizer as in the saved run"
-        )
-    given = {
-        name: group["param_names"][i]
-        for group in optimizer.param_groups
-        if "param_names" in group
-        for i, name in enumerate(names[id(p)] for p in group["params"])
-    }
-    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group["params"][:] = [by_name[name] for name in stored["params"]]
-        if "param_names" in group:
-            group["param_names"][:] = [given[name] for name in stored["params"]]
-        group.update(copy.deepcopy(stored["options"]))
-    state = state_of(optimizer)
-    for parameter in by_name.values():
-        state.pop(parameter, None)
-    for name, values in saved["state"].items():
-        parameter = by_name[name]
-        group, _ = locate(optimizer, parameter) or ({}, 0)
-        state[parameter] = {key: _placed(value, parameter, group) for key, value in values.items()}
-    _forget_flat_history_(optimizer, keep_state=True)
-
-
-def _placed(value: Any, parameter: Tensor, group: Mapping[str, Any]) -> Any:
-    """A saved value where and in the dtype the optimizer wants it, as torch's own loading does."""
-    if not isinstance(value, Tensor):
-        return value
-    if value.dim() == 0 and parameter.dim() > 0:  # a counter or a coefficient: has a precision of its own
-        on_device = group.get("capturable") or group.get("fused")
-        return value.detach().to(device=parameter.device if on_device else value.device, copy=True)
-    dtype = parameter.dtype if value.is_floating_point() else value.dtype
-    return value.detach().to(device=parameter.device, dtype=dtype, copy=True)
-
-
-def _names(optimizer: Optimizer, model: nn.Module) -> dict[int, str]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    outside = 0  # parameters of a loss, say, have no name in the model
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                names[id(parameter)] = f"(outside the model) {outside}"
-                outside += 1
-    return names
+    for state in states_of(optimizer):
+        for parameter in gone.values():
+            state.pop(parameter, None)
+    forget_flat_history_(optimizer)
 
 
 def _nearest_norm_like(optimizer: Optimizer, model: nn.Module, conv: nn.Module, new: set[int]) -> Tensor | None:
@@ -256,17 +156,9 @@ def _initialise_state_(optimizer: Optimizer, parameters: Iterable[nn.Parameter])
             # its kernel wants a buffer for every parameter or for none; zeros act as an absent one does
             # (but for dampening, which spares the first gradient of an absent one)
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    _forget_flat_history_(optimizer)
+    forget_flat_history_(optimizer)
 
 
 def _has_momentum(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     held = (optimizer.state[p] for p in group["params"] if p in optimizer.state)
     return any(state.get("momentum_buffer") is not None for state in held)
-
-
-def _forget_flat_history_(optimizer: Optimizer, keep_state: bool = False) -> None:
-    """L-BFGS keeps one flat history of all parameters, which means nothing for another set of them."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        optimizer._numel_cache = None
-        if not keep_state:
-            optimizer.state.clear()

@@ -22,6 +22,10 @@ Forward = Callable[[nn.Module, Any], Any]
 """How to run a model on one batch of the user's: ``forward(model, batch)``."""
 
 
+_WRAPPED = ("loader", "dataloader", "data_loader", "base_dataloader", "iterable")
+"""What prefetchers, progress bars and the like call the loader that they wrap."""
+
+
 @contextmanager
 def preserved(model: nn.Module, batches: Any = None, *, training: bool | None = None) -> Iterator[None]:
     """Restore modes, buffers and random number generators of a model and a loader on leaving.
@@ -118,22 +122,29 @@ def model_inputs(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[st
         if isinstance(batch[0], Mapping):
             return model_inputs(model, batch[0])
         return (batch[0],), {}
+    holds = f" that begins with a {type(batch[0]).__name__}" if isinstance(batch, (tuple, list)) and batch else ""
     raise CalibrationError(
-        f"cannot find the model's input in a batch of type {type(batch).__name__}; "
+        f"cannot find the model's input in a batch of type {type(batch).__name__}{holds}; "
         "say how to run the model with forward=lambda model, batch: ..."
     )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nested batch."""
+    """Move every tensor of a nested batch; one that is there already stays the object that it is."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
+        moved = {key: to_device(value, device) for key, value in batch.items()}
+        if all(moved[key] is batch[key] for key in moved):
+            return batch
+        return batch.to(device) if hasattr(batch, "to") else moved
     if isinstance(batch, (tuple, list)):
-        return type(batch)(to_device(value, device) for value in batch)
+        values = [to_device(value, device) for value in batch]
+        if all(ours is theirs for ours, theirs in zip(values, batch, strict=True)):
+            return batch
+        if hasattr(batch, "_fields"):
+            return type(batch)(*values)
+        return tuple(values) if isinstance(batch, tuple) else values
     return batch
 
 
@@ -143,11 +154,16 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _generators_of(batches: Any) -> Iterable[torch.Generator]:
-    seen: dict[int, torch.Generator] = {}
-    sampler = getattr(batches, "sampler", None)
-    batch_sampler = getattr(batches, "batch_sampler", None)
-    for owner in (batches, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+    """Generators of a loader and its samplers, also of one that a prefetcher or a progress bar keeps."""
+    generators: dict[int, torch.Generator] = {}
+    waiting, seen = [batches], set()
+    while waiting:
+        owner = waiting.pop()
+        if owner is None or id(owner) in seen:
+            continue
+        seen.add(id(owner))
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator):
-            seen[id(generator)] = generator
-    return seen.values()
+            generators[id(generator)] = generator
+        waiting += [getattr(owner, name, None) for name in ("sampler", "batch_sampler", *_WRAPPED)]
+    return generators.values()

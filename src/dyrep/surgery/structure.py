@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
@@ -19,11 +19,13 @@ from dyrep.passing import PassedNorm
 from dyrep.surgery.assembly import Blueprint, assemble_, attach_, norm_names
 from dyrep.surgery.edits import cut_
 from dyrep.surgery.optimizer import check_holds, check_optimizer
-from dyrep.surgery.targets import is_inside, require_eligible, require_foldable, targets
+from dyrep.surgery.optimizer_state import locate
+from dyrep.surgery.targets import is_inside, refusals, require_eligible, require_foldable, targets
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, forget_compiled, sync_group, unwrap
 
 FORMAT = 1
+Part = TypeVar("Part", bound=nn.Module)
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         True
     """
     check_copy(copy_of_model, model)
-    inner, source = inside(copy_of_model), bare(model)
+    inner, source = inside(copy_of_model, model), bare(model)
     for name in sorted(structure(inner)["blocks"], key=len, reverse=True):
         ours, theirs = inner.get_submodule(name), _find(source, name)
         assert isinstance(ours, RepConv)
@@ -144,11 +146,12 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
         theirs, ours = source.get_submodule(name), inner.get_submodule(name)
         assert isinstance(theirs, RepConv)
         has = _branch_names(ours)
-        missing = {b: copied(m) for b, m in theirs.branch_modules().items() if b not in has}
+        missing = {b: _copied_to(m, theirs, ours) for b, m in theirs.branch_modules().items() if b not in has}
         _check_followable(name, ours, theirs)
         if missing:
             require_foldable({name: ours}, {name: ()})  # its kernel is rewritten
-            attach_(ours, missing, None if theirs.origin_norm is None else copied(theirs.origin_norm))
+            norm = None if theirs.origin_norm is None else _copied_to(theirs.origin_norm, theirs, ours)
+            attach_(ours, missing, norm)
         assert isinstance(ours, RepConv)
         _reorder_(ours, theirs.branches)
         for part in (ours.branches, ours.origin_norm):
@@ -157,8 +160,10 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
     return copy_of_model
 
 
-def inside(copy_of_model: nn.Module) -> nn.Module:
+def inside(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
     """The module that a moving average keeps as ``.module``, or a plain copy itself, without wrappers."""
+    if type(copy_of_model) is type(bare(model)):  # a copy, whatever of its own it calls "module"
+        return copy_of_model
     return bare(getattr(copy_of_model, "module", copy_of_model))
 
 
@@ -174,7 +179,7 @@ def check_copy(copy_of_model: nn.Module, model: nn.Module) -> None:
         >>> model = nn.Sequential(nn.Conv2d(8, 8, 3))
         >>> check_copy(torch.optim.swa_utils.AveragedModel(model), model)
     """
-    inner, source = inside(copy_of_model), bare(model)
+    inner, source = inside(copy_of_model, model), bare(model)
     blocks = [name for name, module in source.named_modules() if isinstance(module, RepConv)]
     for name, theirs in source.named_modules():
         if not isinstance(theirs, PLAIN_CONVS) or any(is_inside(name, block) for block in blocks):
@@ -221,8 +226,9 @@ def prepare_(model: nn.Module) -> nn.Module:
     """
     inner = unwrap(model)
     group = sync_group(inner)
+    frozen = refusals(inner).keys() - refusals(inner, trained=False)
     for target in targets(inner):
-        if target.eligible or target.present:
+        if target.eligible or target.present or target.name in frozen:
             as_block_(inner.get_submodule(target.name)).prepare_(group)
     return model
 
@@ -252,13 +258,19 @@ def _reshape_(
     surplus = [branch for branch in has if branch not in plan.branches]
     lacks_norm = plan.origin_norm and getattr(before, "origin_norm", None) is None
     if lacks_norm or not set(plan.branches) <= set(has):
-        require_eligible(model, {name: before})
-        if optimizer is not None:
-            check_holds(optimizer, name, before.weight)  # type: ignore[arg-type]
+        require_eligible(model, {name: before}, trained=False)
+        weight, joined = cast(nn.Parameter, before.weight), optimizer
+        frozen = not weight.requires_grad and not getattr(before, "origin_off", False)
+        if optimizer is not None and frozen and locate(optimizer, weight) is None:
+            joined = None  # it is not trained, and neither are its branches
+        if joined is not None:
+            check_holds(joined, name, weight)
         try:
-            assemble_(model, name, plan, gamma=gamma, optimizer=optimizer, generator=generator)
+            grown = assemble_(model, name, plan, gamma=gamma, optimizer=joined, generator=generator)
         except BranchError as error:
             raise StructureError(f"layer {name!r}: {error}") from error
+        if frozen:
+            grown.requires_grad_(False)
     if surplus:
         cut_(model, name, surplus, optimizer=optimizer)
     block = model.get_submodule(name)
@@ -330,6 +342,12 @@ def _facts(conv: nn.Module) -> dict[str, Any]:
     """What two convolutions have to have in common, under the names that torch has for it."""
     facts = {**asdict(ConvGeometry.of(conv)), "bias": conv.bias is not None}
     return {"padding" if key == "pads" else key: value for key, value in facts.items()}
+
+
+def _copied_to(part: Part, theirs: nn.Module, ours: nn.Module) -> Part:
+    """A part of a model's block for that of an average, which may be kept in another precision or elsewhere."""
+    have, want = (cast(Tensor, conv.weight) for conv in (theirs, ours))
+    return copied(part) if (have.device, have.dtype) == (want.device, want.dtype) else copied(part).to(want)
 
 
 def _check_followable(name: str, ours: nn.Module, theirs: RepConv) -> None:

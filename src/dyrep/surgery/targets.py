@@ -125,11 +125,11 @@ def require_growable(model: nn.Module, convs: dict[str, nn.Module]) -> None:
     require_eligible(model, convs)
 
 
-def require_eligible(model: nn.Module, convs: dict[str, nn.Module]) -> None:
-    """Raise unless every one of these convolutions can be operated on exactly."""
+def require_eligible(model: nn.Module, convs: dict[str, nn.Module], *, trained: bool = True) -> None:
+    """Raise unless every one of these convolutions can be operated on exactly, and is trained if it has to be."""
     holders = _weight_holders(model)
     for name, conv in convs.items():
-        reason = _refusal(conv, holders)
+        reason = _refusal(conv, holders, trained)
         if reason:
             raise IneligibleLayerError(f"layer {name!r} cannot be expanded: {reason}")
 
@@ -148,10 +148,10 @@ def require_foldable(blocks: Mapping[str, nn.Module], branches: Mapping[str, Col
                 raise IneligibleLayerError(f"layer {layer!r} cannot be folded: {reason}")
 
 
-def refusals(model: nn.Module) -> dict[str, str]:
-    """Convolutions that cannot be operated on exactly, and why."""
+def refusals(model: nn.Module, *, trained: bool = True) -> dict[str, str]:
+    """Convolutions that cannot be operated on exactly, or are not trained if they have to be, and why."""
     holders = _weight_holders(model)
-    found = {name: _refusal(module, holders) for name, module in model.named_modules() if _is_conv(module)}
+    found = {name: _refusal(module, holders, trained) for name, module in model.named_modules() if _is_conv(module)}
     return {name: reason for name, reason in found.items() if reason}
 
 
@@ -209,7 +209,7 @@ def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict
     )
 
 
-def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
+def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]], trained: bool = True) -> str:
     """Why a convolution cannot be operated on exactly; empty if it can."""
     kind = type(conv).__name__
     if isinstance(conv, torch.jit.ScriptModule):
@@ -224,7 +224,7 @@ def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
         return f"{kind} is a subclass of {_kind_of(conv)} and may compute something else, which folding would lose"
     if "forward" in conv.__dict__:
         return "its forward was replaced on the instance, so branches would never run"
-    return _weight_refusal(conv, holders)
+    return _weight_refusal(conv, holders) or (_frozen(conv) if trained else "")
 
 
 def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str:
@@ -236,17 +236,22 @@ def _weight_refusal(conv: nn.Module, holders: dict[int, list[nn.Module]]) -> str
         return "its weight is sharded over several processes (DTensor)"
     if not weight.is_floating_point():
         return f"its weight is {weight.dtype}, not floating point"
-    if not weight.requires_grad:
+    for name, parameter in conv.named_parameters(recurse=False):
+        others = [type(m).__name__ for m in holders.get(id(parameter), ()) if m is not conv]
+        if others:
+            return f"its {name} is shared with another module ({', '.join(others)}), which would change too"
+    return ""
+
+
+def _frozen(conv: nn.Module) -> str:
+    """Why branches of a convolution could not be trained as they should."""
+    if not conv.weight.requires_grad:
         return "its weight is frozen (requires_grad=False); unfreeze it, or leave the layer out"
     if isinstance(conv.bias, torch.Tensor) and not conv.bias.requires_grad:
         return (
             "its bias is frozen (requires_grad=False) and would take over what branches learn to add; unfreeze it, or "
             "leave the layer out"
         )
-    for name, parameter in conv.named_parameters(recurse=False):
-        others = [type(m).__name__ for m in holders.get(id(parameter), ()) if m is not conv]
-        if others:
-            return f"its {name} is shared with another module ({', '.join(others)}), which would change too"
     return ""
 
 

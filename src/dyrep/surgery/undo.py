@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv
-from dyrep.surgery.optimizer import state_of
+from dyrep.surgery.optimizer_state import states_of, weight_copies
 from dyrep.surgery.wrappers import forget_compiled
 
 
 class Snapshot:
     """What some convolutions and their optimizer looked like; `restore_` makes them so again.
 
-    What an edit rewrites (the origin's weight, bias and norm, and a norm whose place the block takes) is copied.
-    Branches and optimizer state, which an edit drops but never rewrites, are only remembered.
+    What an edit rewrites (the origin's weight, bias and norm, a norm whose place the block takes, and copies of them in
+    the optimizer) is copied. Branches and other optimizer state, which an edit drops but never rewrites, are only
+    remembered.
 
     Example:
         >>> conv = nn.Conv2d(4, 4, 3)
@@ -37,7 +38,8 @@ class Snapshot:
         if optimizer is not None:
             groups = optimizer.param_groups
             self._groups = [(group, list(group["params"]), list(group.get("param_names", ()))) for group in groups]
-            self._state = dict(state_of(optimizer))
+            self._states = [dict(state) for state in states_of(optimizer)]
+            self._copies = [(kept, kept.clone()) for _, kept in weight_copies(optimizer, modules)]
 
     @torch.no_grad()
     def restore_(self) -> None:
@@ -57,9 +59,11 @@ class Snapshot:
                 group["params"][:] = params
                 if "param_names" in group:
                     group["param_names"][:] = names
-            state = state_of(self._optimizer)
-            state.clear()
-            state.update(self._state)
+            for state, earlier in zip(states_of(self._optimizer), self._states, strict=True):
+                state.clear()
+                state.update(earlier)
+            for kept, value in self._copies:
+                kept.copy_(value)
         forget_compiled()
 
 
