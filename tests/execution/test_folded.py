@@ -20,6 +20,7 @@ from execution_helpers import (
 )
 from hypothesis import assume, given, settings
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dyrep
 from dyrep.execution import SIGMA_GRADIENTS, Clock, Execution, folded
@@ -262,3 +263,24 @@ def test_a_clock_that_somebody_manages_is_left_to_them():
     block.execution.clock.step = 33
     block(images())
     assert not any(torch.equal(value, before[name]) for name, value in statistics_of(block).items())
+
+
+@pytest.mark.parametrize("gradient", SIGMA_GRADIENTS)
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_activation_checkpointing_runs_the_same_step_again(gradient, reentrant):
+    def trained(run):
+        torch.manual_seed(0)
+        block = seven_branches(origin="normalised").train()
+        block.execution = Execution("folded", gradient=gradient, clock=Clock(3))
+        block.execution.clock.step = 30
+        optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
+        for number in range(5):
+            optimizer.zero_grad()
+            run(block, images(number + 2).requires_grad_()).square().mean().backward()
+            optimizer.step()
+        assert block.execution.clock.step == 35
+        return block.state_dict()
+
+    ours = trained(lambda block, x: checkpoint(block, x, use_reentrant=reentrant))
+    theirs = trained(lambda block, x: block(x))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())

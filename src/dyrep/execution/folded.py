@@ -37,14 +37,20 @@ def forward(block: Block, x: Tensor, settings: Execution) -> Tensor:
     """The whole block over an input as its branches read it, in one convolution."""
     dtype = conv_dtype(block.weight)
     x = x.to(dtype)
-    folding = _Folding(settings, dtype)
-    if not (settings.clock.managed or torch.compiler.is_compiling()):
+    again = _runs_again()
+    folding = _Folding(settings, dtype, again)
+    if not (again or settings.clock.managed or torch.compiler.is_compiling()):
         settings.clock.step += 1
     images = settings.images_for(len(x), block.geometry.output_positions(x.shape[2:]))
     seen = x[:images] if settings.gradient == "full" else x[:images].detach()
     with torch.autocast(x.device.type, enabled=False):
         kernel, bias = folding.fold(block, seen)
         return convolve(block.geometry, x, kernel, bias)
+
+
+def _runs_again() -> bool:
+    """Whether this is a backward pass, in which activation checkpointing runs blocks once more."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 class _Fold(NamedTuple):
@@ -56,11 +62,13 @@ class _Fold(NamedTuple):
 
 
 class _Folding:
-    """Computes the kernel of a block, and of blocks inside it."""
+    """Computes the kernel of a block, and of blocks inside it; once more as it was, if that has been done before."""
 
-    def __init__(self, settings: Execution, dtype: torch.dtype) -> None:
-        self._dtype, self._measure, self._span = dtype, settings.clock.due, settings.clock.span
+    def __init__(self, settings: Execution, dtype: torch.dtype, again: bool) -> None:
+        self._dtype, self._again, self._span = dtype, again, settings.clock.span
         self._differentiates = settings.gradient in ("weights", "full")
+        # without a gradient, what was measured is in the running statistics by now
+        self._measure = (settings.clock.was_due and self._differentiates) if again else settings.clock.due
         self._weights: dict[object, Tensor] = {}
 
     def fold(self, block: Block, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -150,7 +158,8 @@ class _Folding:
         outputs = [fold.output for fold in folds if fold.output is not None]
         if outputs:
             mean, var = statistics(outputs)
-            track_all_(norms, mean, var, outputs[0].numel() // outputs[0].shape[1], self._span)
+            if not self._again:
+                track_all_(norms, mean, var, outputs[0].numel() // outputs[0].shape[1], self._span)
             if self._differentiates:
                 return scales_and_shift(norms, mean.unbind(), var.unbind())
         running = [norm.running_mean for norm in norms if norm.running_mean is not None]

@@ -61,11 +61,19 @@ class Clock:
     @property
     def due(self) -> bool:
         """Whether σ is measured in the step to come."""
-        if self.every == 1 or torch.compiler.is_compiling() or self.step < SETTLING_STEPS:
+        return self._due_in(self.step)
+
+    @property
+    def was_due(self) -> bool:
+        """Whether σ was measured in the step that is being run once more, by activation checkpointing."""
+        return self._due_in(self.step if self.managed else self.step - 1)
+
+    def _due_in(self, step: int) -> bool:
+        if self.every == 1 or torch.compiler.is_compiling() or step < SETTLING_STEPS:
             return True
         if not self.managed and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return True  # whatever is captured is repeated for ever
-        return self.step % self.every == 0
+        return step % self.every == 0
 
     @property
     def span(self) -> int:
