@@ -75,8 +75,8 @@ class Comparison:
 
 
 BLOCKS = "--method dbb7 --replace conv"
-# The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows by 50 M multiply-adds with
-# every update, to more than seven times the plain one's; with one, choices are compared at equal cost.
+# The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows with every update, to several
+# times the plain one's multiply-adds; with one, choices are compared at equal cost.
 DYREP = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1"
 CHOSEN = {"gamma": "", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
 START = f"{DYREP} --score synflow --origin-norm none"

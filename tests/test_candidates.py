@@ -64,3 +64,14 @@ def test_branches_asked_for_are_offered_where_they_fit():
     candidates = found(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 8, 3)), branches=("residual",))
     assert names(candidates) == ["0"]
     assert candidates.wanted(candidates.targets()[0]) == ("residual",)
+
+
+def test_a_saved_structure_is_for_the_layers_that_the_optimizer_holds():
+    model = make_net()
+    found = Candidates(model, torch.optim.SGD(model[:3].parameters(), lr=0.1), DyRepConfig())
+    dyrep.expand_(model, "3", ["1xK"])
+    assert (found.trains("0"), found.trains("3"), found.trains("0.branches.1x1-KxK.conv")) == (True, False, True)
+    saved = {"0": {"branches": ["1x1"]}, "5": {"branches": ["1x1"]}, "unknown": {"branches": ["1x1"]}}
+    own = found.own_structure({"format": 1, "blocks": saved})["blocks"]
+    assert sorted(own) == ["0", "3", "unknown"]  # the last one is for those to refuse who read it
+    assert own["3"]["branches"] == ["1xK"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -9,6 +12,8 @@ from dyrep.block import RepConv
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.surgery.optimizer import check_optimizer
+from dyrep.surgery.optimizer_state import locate
+from dyrep.surgery.structure import structure
 from dyrep.surgery.targets import Target, is_inside, targets
 
 
@@ -62,6 +67,23 @@ class Candidates:
         """The branches a convolution would grow."""
         chosen = self._config.branches
         return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
+
+    def trains(self, layer: str) -> bool:
+        """Whether the optimizer holds a layer, or the one that its block has grown from."""
+        outermost = self._model.get_submodule(layer.partition(".branches.")[0])
+        return locate(self._optimizer, cast(Tensor, outermost.weight)) is not None
+
+    def own_structure(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved structure, but for layers that another optimizer trains: these stay as they are."""
+        if not isinstance(saved["blocks"], Mapping):
+            return dict(saved)  # which is refused for what it is
+        here, known = structure(self._model)["blocks"], {name for name, _ in self._model.named_modules()}
+        own = {
+            name: block
+            for name, block in saved["blocks"].items()
+            if name.partition(".branches.")[0] not in known or self.trains(name)
+        }
+        return {**saved, "blocks": {**own, **{name: block for name, block in here.items() if not self.trains(name)}}}
 
     def operations(self) -> dict[str, list[Tensor]]:
         """Parameters of every candidate, to score it by."""

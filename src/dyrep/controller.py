@@ -6,7 +6,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,49 +13,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dyrep import policy
-from dyrep.block import RepConv
-from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
-from dyrep.checking import is_whole
 from dyrep.config import DyRepConfig
+from dyrep.controller_state import FORMAT, check_state, clocks, set_clocks_
 from dyrep.errors import (
-    CheckpointError,
     ConfigError,
-    EditRolledBackWarning,
     NoUpdateWarning,
     SettingsChangedWarning,
-    UnreachedLayerError,
 )
 from dyrep.events import EventLog
 from dyrep.following import Followers
-from dyrep.guard import EditGuard
 from dyrep.norm import BranchNorm
 from dyrep.scorekeeper import ScoreKeeper
 from dyrep.scoring import Loss
 from dyrep.surgery import ranks
-from dyrep.surgery.costs import Costs, Positions, added_macs, costs, count_parameters
-from dyrep.surgery.edits import Edit, cut_, expand_
+from dyrep.surgery.costs import count_parameters
+from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
-from dyrep.surgery.optimizer_state import load_state_by_name_, locate, state_by_name
-from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
-from dyrep.surgery.structure import importances, restructure_, structure, touched
-from dyrep.surgery.targets import Target
+from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
+from dyrep.surgery.preserve import Forward, iterate, preserved_randomness
+from dyrep.surgery.structure import restructure_, structure, touched
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare
-
-FORMAT = 1
-_STATE: dict[str, tuple[str, ...] | None] = {
-    "config": (),
-    "structure": ("format", "blocks"),
-    "optimizer": ("format", "groups", "state"),
-    "scorer": ("metrics", "names", "sums", "counts", "step"),
-    "counters": ("epoch", "step", "updates"),
-    "rejected": (),
-    "plain_macs": None,
-    "next_event": None,
-}
-"""Parts of a state, and what has to be in them where they are dicts."""
+from dyrep.updating import Updater
 
 
 class DyRep:
@@ -122,11 +101,10 @@ class DyRep:
         self.step = 0
         self.updates = 0
         self._warned = False
-        self._forward = forward
         self._followers = Followers(bare(model), ema=ema, wrap=wrap, execution=execution)
         self._distributed = distributed
-        self._plain_macs: int | None = None
         self._candidates = Candidates(bare(model), optimizer, self.config)
+        self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
         self.scorer.watch(self._candidates.operations())
         self._log = log if isinstance(log, EventLog) else EventLog(log)
@@ -189,36 +167,15 @@ class DyRep:
             ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
         with preserved_randomness(model, batches):
             data = None if batches is None else self._read(batches)
-            if self._plain_macs is None:
-                self._costs(model, data)  # while it is plain, there is nothing to fold for that
+            if self._updater.plain_macs is None:
+                self._updater.costs(model, data)
             scores, seen = self.scorer.scores(model, data, self._seed(stream=1))
-            guard = EditGuard(
-                model,
-                self.optimizer,
-                data[0] if data else None,
-                forward=self._forward,
-                tolerance=self.config.drift_tolerance,
-                distributed=self._distributed,
-            )
-            strengths: dict[str, Mapping[str, float]] = {}
-            try:
-                if guard.healthy:
-                    self._grow(model, guard, scores, data)
-                    blocks = {name: state for name, state in _block_states(model).items() if self._trains(model, name)}
-                    strengths = {name: block.importances for name, block in blocks.items()}
-                    self._cut(model, guard, blocks)
-                else:
-                    warnings.warn("the model's output is not finite, so its structure stays as it is", stacklevel=3)
-                after = self._costs(model, data)
-            except BaseException:
-                guard.undo_all()
-                raise
-        done = [_explained(edit, scores, strengths) for edit in guard.done]
-        if done:
+            made = self._updater.update(model, scores, data, self._seed(stream=0))
+        if made.edits:
             try:
                 self.model = self._followers.follow_(self.model)
             except BaseException:
-                guard.undo_all()
+                made.guard.undo_all()
                 raise
         self.scorer.watch(self._candidates.operations())
         self.updates += 1
@@ -227,21 +184,21 @@ class DyRep:
             update=self.updates,
             epoch=self.epoch,
             step=self.step,
-            edits=[edit.as_dict() for edit in done],
-            rolled_back=[edit.as_dict() for edit in guard.rejected],
+            edits=[edit.as_dict() for edit in made.edits],
+            rolled_back=[edit.as_dict() for edit in made.undone],
             rejected=self._candidates.rejected,
             scores=scores,
             scored_steps=seen.steps,
             skipped_steps=seen.skipped,
-            importances=strengths,
+            importances=made.importances,
             structure=structure(model),
             parameters=count_parameters(model),
-            macs=None if after is None else after.macs,
-            plain_macs=self._plain_macs,
+            macs=made.macs,
+            plain_macs=self._updater.plain_macs,
             batches=len(data or ()),
             seconds=round(time.perf_counter() - began, 3),
         )
-        return done
+        return made.edits
 
     def deploy(self) -> nn.Module:
         """A plain copy of the model with the same function, see `dyrep.deploy`."""
@@ -265,8 +222,8 @@ class DyRep:
             "scorer": self.scorer.state_dict(),
             "counters": {"epoch": self.epoch, "step": self.step, "updates": self.updates},
             "rejected": dict(self._candidates.rejected),
-            "clocks": {name: block.execution.clock.step for name, block in _own_clocks(model)},
-            "plain_macs": self._plain_macs,
+            "clocks": clocks(model),
+            "plain_macs": self._updater.plain_macs,
             "next_event": self._log.next_seq,
         }
 
@@ -278,9 +235,9 @@ class DyRep:
         Raises:
             DyRepError: the state does not fit; message says where. Nothing has been changed then.
         """
-        _check_state(state)
+        check_state(state)
         model = bare(self.model)
-        wanted = self._wanted_structure(model, state["structure"])
+        wanted = self._candidates.own_structure(state["structure"])
         before = Snapshot(touched(model, wanted), self.optimizer)
         options = [_options(group) for group in self.optimizer.param_groups]
         try:
@@ -292,54 +249,19 @@ class DyRep:
             for group, earlier in zip(self.optimizer.param_groups, options, strict=True):
                 group.update(earlier)
             raise
-        for name, block in _own_clocks(model):
-            block.execution.clock.step = state.get("clocks", {}).get(name, 0)
+        set_clocks_(model, state.get("clocks", {}))
         self._candidates.rejected = dict(state["rejected"])
         self.scorer.watch(self._candidates.operations())
         self.scorer.load_state_dict(state["scorer"])
         counters = state["counters"]
         self.epoch, self.step, self.updates = counters["epoch"], counters["step"], counters["updates"]
-        self._plain_macs = state["plain_macs"]
+        self._updater.plain_macs = state["plain_macs"]
         self._warn_about_settings(state["config"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=self.step, update=self.updates)
 
-    # -- decisions ----------------------------------------------------------------------------------------------
-
-    def _choose_growth(
-        self, model: nn.Module, scores: Mapping[str, float], data: list[Any] | None, top_k: int
-    ) -> list[str]:
-        config = self.config
-        needs_costs = config.per_mac or config.macs_limit is not None
-        now = self._costs(model, data) if needs_costs else None
-        if needs_costs and now is None:
-            raise ConfigError("per_mac and macs_limit have to run the model to count multiply-adds: pass batches")
-        spare = float("inf")
-        if config.macs_limit is not None and now is not None and self._plain_macs is not None:
-            spare = config.macs_limit * self._plain_macs - now.macs
-        chosen = policy.choose_growth(
-            [self._candidate(model, target, scores, now) for target in self._candidates.targets()],
-            top_k=top_k,
-            max_depth=config.max_depth,
-            square_only=config.square_only,
-            per_mac=config.per_mac,
-            spare_macs=spare,
-        )
-        return self._agreed(chosen, "what to expand")
-
-    def _candidate(
-        self, model: nn.Module, target: Target, scores: Mapping[str, float], now: Costs | None
-    ) -> policy.Candidate:
-        cost = 0
-        if now is not None:
-            conv, positions = model.get_submodule(target.name), now.positions.get(target.name, Positions())
-            cost = added_macs(conv, self._candidates.wanted(target), positions, self.config.width)
-        score = scores.get(target.name, float("nan"))
-        return policy.Candidate(target.name, score, target.depth, target.kernel_size, cost)
-
-    def _agreed(self, plan: Any, what: str) -> Any:
-        if ranks.distributed(self._distributed):
-            ranks.check_agreement(plan, what, device_of(self.model))
-        return plan
+    def _read(self, batches: Iterable[Any]) -> list[Any]:
+        wanted = max(self.config.calibration_batches, self.config.grasp_batches)
+        return list(islice(iterate(batches), wanted))
 
     def _warn_about_settings(self, saved: Mapping[str, Any]) -> None:
         ours = self.config.to_dict()
@@ -347,81 +269,6 @@ class DyRep:
         if changed:
             text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)
             warnings.warn(text, SettingsChangedWarning, stacklevel=3)
-
-    # -- edits --------------------------------------------------------------------------------------------------
-
-    def _read(self, batches: Iterable[Any]) -> list[Any]:
-        wanted = max(self.config.calibration_batches, self.config.grasp_batches)
-        return list(islice(iterate(batches), wanted))
-
-    def _grow(self, model: nn.Module, guard: EditGuard, scores: Mapping[str, float], data: list[Any] | None) -> None:
-        """Expand the best operations; where one cannot be, say so, pass it over from now on, and take the next."""
-        generator = torch.Generator().manual_seed(self._seed(stream=0))
-        missing = self.config.top_k
-        while missing and (chosen := self._choose_growth(model, scores, data, missing)):
-            for layer in chosen:
-                try:
-                    grown = guard.attempt([layer], lambda: self._expand(model, layer, data, generator))  # noqa: B023
-                    reason = "expanding it changed the network's output"
-                except UnreachedLayerError as error:
-                    grown, reason = False, str(error)
-                    warnings.warn(reason, EditRolledBackWarning, stacklevel=4)
-                if grown:
-                    missing -= 1
-                else:
-                    self._candidates.rejected[layer] = reason
-
-    def _expand(self, model: nn.Module, layer: str, data: list[Any] | None, generator: torch.Generator) -> list[Edit]:
-        config = self.config
-        target = next(target for target in self._candidates.targets() if target.name == layer)
-        return expand_(
-            model,
-            layer,
-            self._candidates.wanted(target),
-            gamma=config.gamma,
-            relative_gamma=config.relative_gamma,
-            calibration=data,
-            calibration_batches=config.calibration_batches,
-            forward=self._forward,
-            optimizer=self.optimizer,
-            origin_norm=config.origin_norm,
-            width=config.width,
-            generator=generator,
-            distributed=self._distributed,
-        )
-
-    def _cut(self, model: nn.Module, guard: EditGuard, blocks: Mapping[str, policy.BlockState]) -> None:
-        cuts = policy.choose_cuts(blocks, rule=self.config.cut, threshold=self.config.cut_threshold)
-        for layer, branches in self._agreed(cuts, "what to cut").items():
-            guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self.optimizer))  # noqa: B023
-
-    def _costs(self, model: nn.Module, data: list[Any] | None) -> Costs | None:
-        if not data:
-            return None
-        now = costs(model, data[0], forward=self._forward)
-        if self._plain_macs is None:
-            grown = bool(structure(model)["blocks"])
-            self._plain_macs = costs(deploy(model), data[0], forward=self._forward).macs if grown else now.macs
-        return now
-
-    def _trains(self, model: nn.Module, layer: str) -> bool:
-        """Whether the optimizer holds a layer, or the one that its block has grown from."""
-        outermost = layer.partition(".branches.")[0]
-        return locate(self.optimizer, model.get_submodule(outermost).weight) is not None  # type: ignore[arg-type]
-
-    def _wanted_structure(self, model: nn.Module, saved: Any) -> Any:
-        """A saved structure; layers that another optimizer trains are for its controller, and stay as they are."""
-        if not isinstance(saved, Mapping) or not isinstance(saved.get("blocks"), Mapping):
-            return saved  # which is refused for what it is
-        here = structure(model)["blocks"]
-        others = {name: block for name, block in here.items() if not self._trains(model, name)}
-        known = {name for name, _ in model.named_modules()}
-        own = {
-            name: block
-            for name, block in saved["blocks"].items()
-            if name.partition(".branches.")[0] not in known or self._trains(model, name)
-        }
-        return {**saved, "blocks": {**own, **others}}
 
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""
@@ -441,49 +288,6 @@ def _checked_config(config: Any) -> DyRepConfig:
     return config
 
 
-def _check_state(state: Any) -> None:
-    """Raise unless everything that loading reads is there."""
-    if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise CheckpointError(f"not a DyRep state of format {FORMAT}; pass what DyRep.state_dict() returned")
-    for part, keys in _STATE.items():
-        if part not in state:
-            raise CheckpointError(f"the DyRep state lacks {part!r}; pass what DyRep.state_dict() returned")
-        if keys is None:
-            continue
-        if not isinstance(state[part], Mapping):
-            raise CheckpointError(f"{part!r} of the DyRep state must be a dict, got {type(state[part]).__name__}")
-        lost = [key for key in keys if key not in state[part]]
-        if lost:
-            raise CheckpointError(f"{part!r} of the DyRep state lacks {lost[0]!r}: is the file damaged?")
-    whole = {**{name: state["counters"][name] for name in _STATE["counters"] or ()}, "next_event": state["next_event"]}
-    for name, value in whole.items():
-        if not is_whole(value, 0):
-            raise CheckpointError(f"{name!r} of the DyRep state must be a whole number of at least 0, got {value!r}")
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group of parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def _block_states(model: nn.Module) -> dict[str, policy.BlockState]:
-    """What the cut rule looks at, of every block."""
-    states = {}
-    for layer, found in importances(model).items():
-        origin = found.pop(ORIGIN, None)
-        states[layer] = policy.BlockState(found, origin)
-    return states
-
-
-def _own_clocks(model: nn.Module) -> list[tuple[str, RepConv]]:
-    """Blocks that count their training steps themselves, by name."""
-    blocks = ((name, module) for name, module in model.named_modules() if isinstance(module, RepConv))
-    return [(name, block) for name, block in blocks if not block.execution.clock.managed]
-
-
-def _explained(edit: Edit, scores: Mapping[str, float], strengths: Mapping[str, Mapping[str, float]]) -> Edit:
-    """An edit with the reason it was made for."""
-    if edit.kind == "expand":
-        return replace(edit, detail={"score": scores.get(edit.layer), **edit.detail})
-    cut = {branch: strengths[edit.layer][branch] for branch in edit.branches}
-    return replace(edit, detail={"importances": cut, **edit.detail})

@@ -94,7 +94,7 @@ class EditGuard:
             f"{self._tolerance:g}) and was undone. Something outside the convolution reads its weight, the model's "
             "output is not deterministic, or it is computed in too low a precision to tell",
             EditRolledBackWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
         return False
 
