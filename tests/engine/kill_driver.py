@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 
-from dyrep import controller, files, records
+from dyrep import files, records, updating
 from dyrep.cli.flags import parse_training
 from dyrep.cli.main import main
 from dyrep.engine import checkpoints
@@ -53,14 +53,14 @@ class Moment:
             os.kill(os.getpid(), self._number)
 
     def _patch_expanded(self) -> None:
-        real = controller.expand_
+        real = updating.expand_
 
         def expand_(*args, **kwargs):
             edits = real(*args, **kwargs)
             self._come()
             return edits
 
-        controller.expand_ = expand_
+        updating.expand_ = expand_
 
     def _patch_half_written(self) -> None:
         moment = self

@@ -265,6 +265,15 @@ def test_a_reason_is_given_once(recwarn):
     assert [str(w.message).split(": ")[1] for w in recwarn] == [REASONS[partly_frozen], REASONS[of_different_eps]]
 
 
+def assert_runs_eagerly(block, twin, x, name):
+    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, REASONS[partly_frozen])):
+        assert way(name, block, on_gpu()) == "eager"
+    block.execution = Execution("folded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(block(x), twin._added(x))
+
+
 @explicit
 @pytest.mark.parametrize("nested", [False, True], ids=["inner norm", "nested block"])
 def test_a_norm_frozen_inside_a_branch_keeps_its_statistics(name, nested):
@@ -274,12 +283,7 @@ def test_a_norm_frozen_inside_a_branch_keeps_its_statistics(name, nested):
     frozen = chain.conv.branches["1x1"].norm if nested else chain.inner_norm
     frozen.eval()
     before, twin = frozen.running_var.clone(), copy.deepcopy(block)
-    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, REASONS[partly_frozen])):
-        assert way(name, block, on_gpu()) == "eager"
-    block.execution = Execution("folded")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.equal(block(x), twin._added(x))
+    assert_runs_eagerly(block, twin, x, name)
     assert torch.equal(frozen.running_var, before)
 
 
@@ -288,12 +292,7 @@ def test_a_block_whose_outer_norms_alone_are_frozen_is_not_frozen(name):
     block, x = seven_branches().eval(), images()
     block.branches["1x1-KxK"].inner_norm.train()
     twin = copy.deepcopy(block)
-    with pytest.warns(UserWarning, match=CALLS_FOR.format(name, REASONS[partly_frozen])):
-        assert way(name, block, on_gpu()) == "eager"
-    block.execution = Execution("folded")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.equal(block(x), twin._added(x))
+    assert_runs_eagerly(block, twin, x, name)
 
 
 # Eagerly, whatever the setting --------------------------------------------------------------------------------------
