@@ -177,7 +177,8 @@ def test_failure_half_way_through_an_expansion_changes_nothing(monkeypatch):
     assert torch.equal(eval_output(model, x), output)
 
 
-def test_failure_half_way_through_a_cut_changes_nothing(monkeypatch):
+@pytest.mark.parametrize(("part", "last"), [("_absorb_", 2), ("remove_", 1)], ids=["second layer", "optimizer"])
+def test_failure_half_way_through_a_cut_changes_nothing(part, last, monkeypatch):
     model = conv_bn_net()
     optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1, momentum=0.9)
     dyrep.expand_(model, ["0", "3"], calibration=images(1), optimizer=optimizer, origin_norm="calibrated")
@@ -185,10 +186,15 @@ def test_failure_half_way_through_a_cut_changes_nothing(monkeypatch):
     before, x = picture(model, optimizer), images(1)[0]
     output = eval_output(model, x)
 
-    def failing(optimizer, parameters):
-        raise RuntimeError("no room")
+    real, calls = getattr(edits, part), []
 
-    monkeypatch.setattr(edits, "remove_", failing)
+    def failing(*arguments):
+        calls.append(arguments)
+        if len(calls) == last:
+            raise RuntimeError("no room")
+        return real(*arguments)
+
+    monkeypatch.setattr(edits, part, failing)
     with pytest.raises(RuntimeError, match="no room"):
         dyrep.cut_(model, ["0", "3"], optimizer=optimizer)
     assert_same_picture(picture(model, optimizer), before)
