@@ -131,13 +131,15 @@ def _apply_(model: nn.Module, wanted: dict[str, Any], tensors: dict[str, Tensor]
 
 
 def with_versions(tensors: Mapping[str, Tensor], model: nn.Module) -> Mapping[str, Tensor]:
-    """A state dict read from safetensors, which do not keep the versions of modules that some of these look for.
+    """A state dict with versions of modules, which some of these look for; those of safetensors files have none.
 
     Example:
         >>> model = nn.BatchNorm2d(2)
         >>> model.load_state_dict(with_versions(dict(model.state_dict()), model))
         <All keys matched successfully>
     """
+    if hasattr(tensors, "_metadata"):
+        return tensors
     state = OrderedDict(tensors)
     state._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]
     return state

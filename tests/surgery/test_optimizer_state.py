@@ -230,37 +230,43 @@ def test_copies_of_weights_that_an_optimizer_keeps_follow_edits_and_are_put_back
 class SharpnessAware(torch.optim.Optimizer):
     """As SAM is usually written: it shares its groups with the optimizer that it wraps, and both keep state."""
 
-    def __init__(self, parameters, base, **options):
+    def __init__(self, parameters, base, name, **options):
         super().__init__(parameters, options)
-        self.base_optimizer = base(self.param_groups, **options)
-        self.param_groups = self.base_optimizer.param_groups
+        self._name = name
+        setattr(self, name, base(self.param_groups, **options))
+        self.param_groups = self.base.param_groups
+
+    @property
+    def base(self):
+        return getattr(self, self._name)
 
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["old_p"] = parameter.detach().clone()
-        return self.base_optimizer.step(closure)
+        return self.base.step(closure)
 
 
-def test_an_optimizer_that_wraps_another_keeps_both_states():
+@pytest.mark.parametrize("name", ["base_optimizer", "optimizer"])
+def test_an_optimizer_that_wraps_another_keeps_both_states(name):
     def make(parameters):
-        return SharpnessAware(parameters, torch.optim.SGD, lr=0.05, momentum=0.9)
+        return SharpnessAware(parameters, torch.optim.SGD, name, lr=0.05, momentum=0.9)
 
     model, optimizer = trained(make)
     dyrep.expand_(model, "3", ["1x1", "1xK"], optimizer=optimizer)
     train_step(model, optimizer, images(1)[0])
     dyrep.cut_(model, "3", ["1xK"], optimizer=optimizer)
     held = {id(p) for p in model.parameters()}
-    for state in (optimizer.state, optimizer.base_optimizer.state):
+    for state in (optimizer.state, optimizer.base.state):
         assert {id(p) for p in state} == held
     twin = copy.deepcopy(model)
     other = make(twin.parameters())
     load_state_by_name_(other, twin, copy.deepcopy(state_by_name(optimizer, model)))
     weight = twin[3].weight
     assert torch.equal(other.state[weight]["old_p"], optimizer.state[model[3].weight]["old_p"])
-    momentum = optimizer.base_optimizer.state[model[3].weight]["momentum_buffer"]
-    assert torch.equal(other.base_optimizer.state[weight]["momentum_buffer"], momentum)
-    other.base_optimizer.state_dict()
+    momentum = optimizer.base.state[model[3].weight]["momentum_buffer"]
+    assert torch.equal(other.base.state[weight]["momentum_buffer"], momentum)
+    other.base.state_dict()
 
 
 def test_state_in_a_precision_of_its_own_keeps_it():

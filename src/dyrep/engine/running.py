@@ -75,7 +75,7 @@ def _train(
     world.barrier()  # nobody writes before everybody has looked
     trainer = Trainer(recipe, settings, world, run, reporter, stop, resuming=resuming)
     with run.locked() if world.is_main else nullcontext():
-        if world.is_main and _check_folder(run, settings) != resuming:
+        if world.is_main and _check_folder(run, settings) != resuming:  # the first look was without the lock
             raise CheckpointError(f"another process has just started the run in {run.path}: give the command again")
         if resuming:
             trainer.resume()

@@ -69,8 +69,7 @@ def backbone_weights(path: Path) -> tuple[dict[str, Tensor], str]:
 def load_plain_weights_(model: nn.Module, path: Path) -> None:
     """Load a state dict strictly from a safetensors file, or from one of `torch.save` without unpickling code."""
     try:
-        state = _read_weights(path)
-        model.load_state_dict(state if hasattr(state, "_metadata") else with_versions(state, model))
+        model.load_state_dict(with_versions(_read_weights(path), model))
     except CheckpointError:
         raise
     except Exception as error:

@@ -29,7 +29,7 @@ def choose(block: Block, settings: Execution, x: Tensor) -> str:
         return "eager"
     if settings.name != "folded" and not x.is_cuda:
         return "eager"  # what is fused are kernels of a GPU
-    if not any(norm.training for norm in (*block.scalings(), *_norms(block))):
+    if not (any(norm.training for norm in block.scalings()) or any(norm.training for norm in _norms(block))):
         return "frozen"
     wanted = "fused" if settings.name == "auto" else settings.name
     if wanted == "folded" and block.passed_norm is not None and settings.gradient != "full":

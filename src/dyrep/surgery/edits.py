@@ -143,7 +143,7 @@ def expand_(
     }
     outputs = {name: origin_norm_for(conv) if relative_gamma else None for name, conv in convs.items()}
     norms = {
-        name: None if origin_norm == "none" or _is_decided(conv) else origin_norm_for(conv)
+        name: None if origin_norm == "none" or _has_grown(conv) else origin_norm_for(conv)
         for name, conv in convs.items()
     }
     if ranks.distributed(distributed):
@@ -294,7 +294,7 @@ def _present_branches(name: str, conv: nn.Module, branches: Sequence[str] | None
     return present if branches is None else list(dict.fromkeys(branches))
 
 
-def _is_decided(conv: nn.Module) -> bool:
+def _has_grown(conv: nn.Module) -> bool:
     """Whether a convolution has grown before, with a norm on its kernel or without."""
     return isinstance(conv, RepConv) and (bool(conv.branches) or conv.origin_norm is not None)
 

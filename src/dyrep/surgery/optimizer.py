@@ -33,7 +33,8 @@ def check_optimizer(optimizer: object) -> None:
         raise OptimizerError(
             f"{type(optimizer).__name__} is not a torch.optim.Optimizer; pass the optimizer itself, not a wrapper"
         )
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+    hooked = hasattr(optimizer, "_optimizer_step_post_hooks")  # one that is none of its own has no place for hooks
+    if not hooked and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         raise OptimizerError(f"{type(optimizer).__name__} wraps the optimizer that trains: pass its .optimizer instead")
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise OptimizerError("ZeroRedundancyOptimizer splits parameters over ranks once and for all; use a plain one")

@@ -48,8 +48,9 @@ def copies_moved(optimizer: Optimizer | None, modules: Iterable[nn.Module]) -> I
 def weight_copies(optimizer: Optimizer | None, modules: Iterable[nn.Module]) -> list[tuple[nn.Parameter, Tensor]]:
     """The parameters of modules themselves, not of their children, of which an optimizer keeps copies, and these."""
     found: list[tuple[nn.Parameter, Tensor]] = []
+    states = [] if optimizer is None else states_of(optimizer)
     for parameter in (p for module in modules for p in module.parameters(recurse=False)):
-        for state in () if optimizer is None else states_of(optimizer):
+        for state in states:
             values = state.get(parameter, {})
             for kept in (values.get(key) for key in _COPIES):
                 if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept is not parameter:
