@@ -116,7 +116,6 @@ COMPARISONS = {
         {
             "0.01": START,
             "0.1": f"{START} --gamma 0.1",
-            "0.01 of the origin's σ": f"{START} --relative-gamma",
             "0.1 of the origin's σ": f"{START} --relative-gamma --gamma 0.1",
             "the origin's σ": f"{START} --relative-gamma --gamma 1",
         },
