@@ -246,8 +246,8 @@ def downstream_table() -> str:
         cells = [arm, mean_and_spread([run["accuracy"] for run in data["backbones"] if run["method"] == before])]
         for name, task in tasks.items():
             own = [run for run in found[name] if run["arm"] == arm]
-            alone = [run["epoch_seconds"] for run in own if run["shared_by"] == 1]
-            seconds = data["epoch_seconds"].get(name, {}).get(after) or (statistics.mean(alone) if alone else None)
+            shared = statistics.median(run["epoch_seconds"] for run in own) if own else None
+            seconds = data["epoch_seconds"].get(name, {}).get(after, shared)  # alone, if that was measured
             cells += [
                 mean_and_spread([run[task.metric] for run in own]),
                 told(downstream.against_origin(found[name], task.metric, arm)),
@@ -259,6 +259,10 @@ def downstream_table() -> str:
         seeds = sorted({run["seed"] for run in (data["backbones"] if part == "backbones" else found[part])})
         if seeds:
             words.append(f"{part}: {epochs} epochs, seeds {', '.join(map(str, seeds))}")
+    for name in tasks:
+        workers = max(run["shared_by"] for run in found[name])
+        if workers > 1 and name not in data["epoch_seconds"]:
+            words.append(f"times of {name} while up to {workers} runs shared the GPU")
     versions = data["versions"]
     about = f"{data['hardware']}; torch {versions['torch']}; `make downstream`, `results/downstream.json`"
     return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd. {'; '.join(words)}; {about})"])

@@ -106,8 +106,10 @@ def test_the_table_of_the_documentation_is_made_from_the_file(trained, tmp_path,
     downstream.main([*words, "--seeds", "0", "1", "--parts", "backbones", "detection"])
     assert "CamVid" not in tables.downstream_table()  # before there are runs
     assert len({line.count("|") for line in tables.downstream_table().splitlines()[:7]}) == 1
+    assert "times of detection while up to 2 runs shared the GPU" in tables.downstream_table()  # until measured alone
     downstream.main([*words, "--seeds", "0", "1"])
     lines = tables.downstream_table().splitlines()
+    assert "shared the GPU" not in lines[-1]
     assert lines[2] == "| origin | 50.50 ± 0.71 | 50.50 ± 0.71 |  | 3.00 | 50.50 ± 0.71 |  | 3.00 |"
     assert (
         lines[3] == "| DBB-C | 50.50 ± 0.71 | 50.50 ± 0.71 | +0.00 ± 0.00 | 3.00 | 50.50 ± 0.71 | +0.00 ± 0.00 | 3.00 |"
