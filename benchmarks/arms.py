@@ -15,9 +15,9 @@ over at least five paired seeds becomes the default if the 95 % confidence inter
 present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and
 the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds
 over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
-those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. Competitors (the plain
-network, DBB, seven branches from the start) are there to compare with. The studies are run in the order gammas, scores,
-norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
+those of ``limits`` and ``starts`` may cost half as much again as the plain network, and do not nest blocks. ``starts``
+chooses nothing: the plain network and blocks from the start are there to compare with. The studies are run in the order
+gammas, scores, norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
 """
 
 from __future__ import annotations
@@ -83,7 +83,6 @@ START = f"{DYREP} --score synflow --origin-norm none"
 SCORED = f"{DYREP} --score {CHOSEN['score']}"
 NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
 CUT = f"{NORMED}{CHOSEN['cut']}"
-COMPETITORS = {"origin": "--method origin", "DBB": "--method dbb", "seven branches": BLOCKS}
 COMPARISONS = {
     "executions": Comparison(
         "whether folding while training costs accuracy",
@@ -133,12 +132,11 @@ COMPARISONS = {
         "synflow",
     ),
     "norms": Comparison(
-        "a norm on the original kernel, and what DyRep is up against",
+        "a norm on the original kernel",
         {
             "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
             "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
             "reference": f"{SCORED} --origin-norm reference{CHOSEN['gamma']}",
-            **COMPETITORS,
         },
         "none",
     ),
@@ -168,6 +166,19 @@ COMPARISONS = {
         {"fused": CUT, "folded": f"{CUT} --execution folded"},
         "fused",
         timed=40,  # all of them: the structure grows
+    ),
+    "starts": Comparison(
+        "DyRep against blocks from the start, and against their start alone",
+        {
+            "origin": "--method origin",
+            "RepVGG": "--method repvgg --replace conv",
+            "DBB": "--method dbb",
+            "seven branches": BLOCKS,
+            "DyRep": CUT,
+            "origin, started as RepVGG": "--method origin --start-as repvgg",
+            "DyRep, started as RepVGG": f"{CUT} --start-as repvgg",
+        },
+        "origin",
     ),
 }
 """Studies by the name to type. (`dyrep.reproduce.STUDIES` are others: the paper's.)"""

@@ -10,7 +10,7 @@ from dyrep.errors import DyRepError
 from dyrep.events import read_events
 from dyrep.execution import EXECUTIONS
 from dyrep.exporting import ExportReport, export
-from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_
+from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_, start_as_
 from dyrep.norm import sync_norms_
 from dyrep.scoring import SCORES
 from dyrep.surgery.costs import Costs, costs
@@ -57,6 +57,7 @@ __all__ = [
     "restructure_",
     "save",
     "set_execution_",
+    "start_as_",
     "structure",
     "sync_norms_",
     "targets",

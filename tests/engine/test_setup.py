@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_helpers import make_trainer, small_recipe
 from safetensors.torch import save_file
 
 from dyrep.engine.recipe import Recipe, RunSettings
@@ -17,7 +18,7 @@ from dyrep.engine.setup import (
     uses_graph,
 )
 from dyrep.engine.world import World
-from dyrep.errors import CheckpointError
+from dyrep.errors import CheckpointError, ConfigError
 from dyrep.models import small_vgg
 
 CPU = torch.device("cpu")
@@ -133,3 +134,28 @@ def test_a_file_of_weights_runs_no_code(tmp_path):
     with pytest.raises(CheckpointError, match=r"harmful\.pt cannot be read"):
         load_plain_weights_(small_vgg(), tmp_path / "harmful.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_head_start_is_made_once_of_the_same_random_numbers(tmp_path):
+    plain, started, again = (
+        make_trainer(small_recipe(method="origin", start_as=method), tmp_path / str(number))
+        for number, method in enumerate((None, "repvgg", "repvgg"))
+    )
+    kernels = [trainer.model.conv2.weight for trainer in (plain, started, again)]
+    assert torch.equal(kernels[1], kernels[2])
+    assert not torch.allclose(kernels[0], kernels[1])
+    assert torch.allclose(kernels[0].norm(), kernels[1].norm())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"start_as": "dyrep"}, "cannot start as method 'dyrep'"),
+        ({"start_as": "dbc"}, "dbc"),
+        ({"start_as": "repvgg", "weights": "file.pt"}, "starts at random, and that of weights='file.pt' does not"),
+        ({"start_as": "repvgg", "dataset": "voc"}, "has no use in detection"),
+    ],
+)
+def test_head_starts_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Recipe(**changes)

@@ -49,6 +49,7 @@ CASES = {
     "dyrep-nodep": easy(method="dyrep-nodep", epochs=4, evolution={"cut_threshold": 0}),
     "dyrep-2": easy(method="dyrep-2", epochs=5),
     "fixed": easy(method="fixed", structure=NESTED),
+    "a head start": easy(method="dyrep4", start_as="repvgg"),
 }
 BRANCHES = {
     "repvgg": ["1x1", "residual"],

@@ -14,7 +14,7 @@ from dyrep.engine.recipe import Recipe
 from dyrep.engine.tasks import task_of
 from dyrep.errors import ConfigError
 from dyrep.events import EventLog
-from dyrep.methods import RepNAS, convert_, method
+from dyrep.methods import RepNAS, convert_, method, start_as_
 from dyrep.scoring import StepScorer
 from dyrep.surgery.edits import Edit
 
@@ -34,6 +34,19 @@ class Controller(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; the model has its structure then, and takes its own state dict."""
+
+
+def start_model_(model: nn.Module, recipe: Recipe, channels: int, size: int) -> None:
+    """Let a network start as the blocks that the recipe names, if it names any; what they are measured on is noise."""
+    if recipe.start_as is not None:
+        start_as_(
+            model,
+            recipe.start_as,
+            [torch.randn(32, channels, size, size) for _ in range(4)],
+            max_kernel=recipe.max_kernel,
+            include=recipe.dyrep.include,
+            exclude=recipe.dyrep.exclude,
+        )
 
 
 def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:

@@ -14,7 +14,7 @@ from dyrep.engine.data.masks import IGNORED
 from dyrep.engine.precision import Precision
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY, MEASURED_IMAGES, ExecutionName, SigmaGradient
-from dyrep.methods import RepNASConfig, dyrep_settings, method
+from dyrep.methods import RepNASConfig, check_head_start, dyrep_settings, method
 from dyrep.methods.conversion import COPIES, MAX_KERNEL, Replace
 from dyrep.models.backbones import Norms
 
@@ -28,9 +28,9 @@ _UNUSED = {
     "classification": ("backbone", "norms", "frozen_stages", "boxes_per_image", "scale", "class_names", "ignore_label"),
     "detection": (
         *("label_smoothing", "crop", "cutout", "color_jitter", "auto_augment"),
-        *("scale", "class_names", "ignore_label"),
+        *("scale", "class_names", "ignore_label", "start_as"),
     ),
-    "segmentation": ("cutout", "color_jitter", "auto_augment", "boxes_per_image"),
+    "segmentation": ("cutout", "color_jitter", "auto_augment", "boxes_per_image", "start_as"),
 }
 """Settings that would be without effect, which is said rather than passed over."""
 
@@ -78,6 +78,8 @@ class Recipe:
         weights: file with initial weights of the plain network, loaded strictly.
         backbone: finished run, or file, whose deployed classifier becomes the backbone of a detector or a segmentation
             network; loaded strictly, less its last layer (default: random weights).
+        start_as: method (repvgg, dbb, ...) whose blocks a classifier starts as, folded before the first step, see
+            `dyrep.start_as_` (default: as it is).
         norms: what batch norms of that backbone do in training: normalise by the batch, by running statistics that do
             not change any more (eval), or nothing changes in them at all (frozen).
         frozen_stages: parts of that backbone that are not trained: 1 is the stem, 2 the first stage too, ... up to 5.
@@ -131,6 +133,7 @@ class Recipe:
     eval_every: int = 1
     weights: str | None = None
     backbone: str | None = None
+    start_as: str | None = None
     norms: Norms = "batch"
     frozen_stages: int = 0
     boxes_per_image: int = BOXES_PER_IMAGE
@@ -199,6 +202,13 @@ class Recipe:
                 f"weights={self.weights!r} and backbone={self.backbone!r}: weights of a whole network hold its "
                 "backbone; give one of the two"
             )
+        if self.start_as is not None:
+            check_head_start(self.start_as)
+            if self.weights is not None:
+                raise ConfigError(
+                    f"start_as={self.start_as!r} is for a network that starts at random, and that of weights="
+                    f"{self.weights!r} does not: give one of the two"
+                )
         if self.task == "detection" and method(self.method).name == "dyrep":
             second = self.dyrep.score in ("grasp", "vote")
             require("score", self.dyrep.score, "another one: detectors cannot be differentiated twice", not second)
