@@ -17,7 +17,7 @@ the interval of its difference reaches no lower than -0.1 points: then that one.
 over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
 those of ``limits`` and ``starts`` may cost half as much again as the plain network, and do not nest blocks. ``starts``
 chooses nothing: the plain network and blocks from the start are there to compare with. The studies are run in the order
-gammas, scores, norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
+gammas, schedules, scores, norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ class Comparison:
 BLOCKS = "--method dbb7 --replace conv"
 # The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows with every update, to several
 # times the plain one's multiply-adds; with one, choices are compared at equal cost.
-DYREP = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1"
-CHOSEN = {"gamma": "", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
-START = f"{DYREP} --score synflow --origin-norm none"
+START = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1 --score synflow --origin-norm none"
+EARLY = START.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
+CHOSEN = {"gamma": "", "schedule": "--interval 1", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
+DYREP = f"--method dyrep {CHOSEN['schedule']} --macs-limit 1.5 --max-depth 1"
 SCORED = f"{DYREP} --score {CHOSEN['score']}"
 NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
 CUT = f"{NORMED}{CHOSEN['cut']}"
@@ -119,6 +120,17 @@ COMPARISONS = {
             "the origin's σ": f"{START} --relative-gamma --gamma 1",
         },
         "0.01",
+    ),
+    "schedules": Comparison(
+        "when to grow",
+        {
+            "after every epoch": START,
+            "in the first epoch": EARLY,
+            # of branches that start as strong as the origin some are weak within steps, and would be cut at once
+            "in the first epoch, γ the origin's σ, nothing cut": f"{EARLY} --relative-gamma --gamma 1 --cut none",
+            "the same, a norm on the origin": f"{EARLY.replace('none', 'calibrated')} --relative-gamma --gamma 1 --cut none",
+        },
+        "after every epoch",
     ),
     "scores": Comparison(
         "what to expand",
