@@ -79,6 +79,7 @@ BLOCKS = "--method dbb7 --replace conv"
 # times the plain one's multiply-adds; with one, choices are compared at equal cost.
 START = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1 --score synflow --origin-norm none"
 EARLY = START.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
+STRONG = f"{EARLY} --relative-gamma --gamma 1 --cut none"  # or those that are weak for some steps would be cut at once
 CHOSEN = {"gamma": "", "schedule": "--interval 1", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
 DYREP = f"--method dyrep {CHOSEN['schedule']} --macs-limit 1.5 --max-depth 1"
 SCORED = f"{DYREP} --score {CHOSEN['score']}"
@@ -126,9 +127,8 @@ COMPARISONS = {
         {
             "after every epoch": START,
             "in the first epoch": EARLY,
-            # of branches that start as strong as the origin some are weak within steps, and would be cut at once
-            "in the first epoch, γ the origin's σ, nothing cut": f"{EARLY} --relative-gamma --gamma 1 --cut none",
-            "the same, a norm on the origin": f"{EARLY.replace('none', 'calibrated')} --relative-gamma --gamma 1 --cut none",
+            "in the first epoch, γ the origin's σ, nothing cut": STRONG,
+            "the same, a norm on the origin": STRONG.replace("--origin-norm none", "--origin-norm calibrated"),
         },
         "after every epoch",
     ),

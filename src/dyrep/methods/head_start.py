@@ -42,8 +42,7 @@ def start_as_(
     Args:
         model: the network, changed in place; not yet trained, as what it has learnt would be lost.
         method: one of `dyrep.methods.METHODS` with blocks from the start (``"repvgg"``, ``"dbb"``, ...).
-        batches: a few batches to measure the blocks' norms on; random numbers of the right shape do nearly as well as
-            images.
+        batches: a few batches to measure the blocks' norms on: images, or random numbers of their shape.
         forward: ``forward(model, batch)``, where a batch is not the model's input or a tuple that begins with it.
         max_kernel: leave larger kernels as they are (None: no limit).
         include: change only layers that match one of these patterns (``"backbone.*"``).
