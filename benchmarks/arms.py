@@ -46,7 +46,7 @@ class Comparison:
         arms: flags of `dyrep train` by name; all that are run unless told otherwise come first.
         baseline: the arm that others are compared with.
         usual: how many arms are run unless told otherwise.
-        chooses: whether a default is chosen by it, on images held out.
+        held_out: whether it looks at images held out of the training set rather than at the test set.
         timed: epochs of the runs, alone on the GPU, by which epochs are timed (0: they are not).
         epochs: of all other runs.
     """
@@ -55,23 +55,23 @@ class Comparison:
     arms: dict[str, str]
     baseline: str
     usual: int = 6
-    chooses: bool = True
+    held_out: bool = True
     timed: int = 0
     epochs: int = 40
 
     @property
     def flags(self) -> str:
         """Flags of all runs."""
-        return "--val-split 5000" if self.chooses else ""
+        return "--val-split 5000" if self.held_out else ""
 
     @property
     def metric(self) -> str:
         """What is looked at, as it is called in the results."""
-        return "val_accuracy" if self.chooses else "test_accuracy"
+        return "val_accuracy" if self.held_out else "test_accuracy"
 
     def accuracy(self, summary: dict[str, Any]) -> float:
         """That of a run; on the test set, of the folded network."""
-        return float(summary["val_accuracy" if self.chooses else "test_accuracy_folded"])
+        return float(summary["val_accuracy" if self.held_out else "test_accuracy_folded"])
 
 
 BLOCKS = "--method dbb7 --replace conv"
@@ -97,7 +97,7 @@ COMPARISONS = {
         },
         "fused",
         usual=3,
-        chooses=False,
+        held_out=False,
         timed=3,
     ),
     "table": Comparison(
@@ -109,7 +109,7 @@ COMPARISONS = {
             "DyRep, our defaults": f"{CUT.replace('--interval 1 ', '--interval 15 ')}{CHOSEN['execution']}",
         },
         "origin",
-        chooses=False,
+        held_out=False,
         epochs=600,
     ),
     "gammas": Comparison(
@@ -292,7 +292,7 @@ def main(command: list[str] | None = None) -> None:
     given = parser.parse_args(command)
     comparison = COMPARISONS[given.study]
     given.runs = given.runs or Path("runs") / given.study
-    given.seeds, given.epochs = given.seeds or (5 if comparison.chooses else 3), given.epochs or comparison.epochs
+    given.seeds, given.epochs = given.seeds or (5 if comparison.held_out else 3), given.epochs or comparison.epochs
     arms = given.arms or list(comparison.arms)[: comparison.usual]
     unknown = [arm for arm in arms if arm not in comparison.arms]
     if unknown:

@@ -236,6 +236,9 @@ def downstream_table() -> str:
     data = json.loads(path.read_text())
     found = {name: [run for run in data["runs"] if run["task"] == name] for name in downstream.TASKS}
     tasks = {name: task for name, task in downstream.TASKS.items() if found[name]}
+    methods = {after for arm, (_, after) in downstream.ARMS.items() if any(run["arm"] == arm for run in data["runs"])}
+    # times alone, where all rows have one: beside times of runs that shared the GPU they would mislead
+    alone = {name: times for name, times in data["epoch_seconds"].items() if methods <= times.keys()}
     heads = ["row", "Tiny-ImageNet, top-1 (%)"]
     for task in tasks.values():
         heads += [f"{task.folder}, {METRICS[task.metric]} (%)", "against origin (95 %)", "s per epoch"]
@@ -247,7 +250,7 @@ def downstream_table() -> str:
         for name, task in tasks.items():
             own = [run for run in found[name] if run["arm"] == arm]
             shared = statistics.median(run["epoch_seconds"] for run in own) if own else None
-            seconds = data["epoch_seconds"].get(name, {}).get(after, shared)  # alone, if that was measured
+            seconds = alone[name][after] if name in alone else shared
             cells += [
                 mean_and_spread([run[task.metric] for run in own]),
                 told(downstream.against_origin(found[name], task.metric, arm)),
@@ -261,7 +264,7 @@ def downstream_table() -> str:
             words.append(f"{part}: {epochs} epochs, seeds {', '.join(map(str, seeds))}")
     for name in tasks:
         workers = max(run["shared_by"] for run in found[name])
-        if workers > 1 and name not in data["epoch_seconds"]:
+        if workers > 1 and name not in alone:
             words.append(f"times of {name} while up to {workers} runs shared the GPU")
     versions = data["versions"]
     about = f"{data['hardware']}; torch {versions['torch']}; `make downstream`, `results/downstream.json`"
@@ -272,7 +275,7 @@ def selection_tables() -> str:
     """What the studies have found that choose defaults."""
     parts = []
     for name, comparison in COMPARISONS.items():
-        table = selection_table(name) if comparison.chooses else ""
+        table = selection_table(name) if comparison.held_out else ""
         if table:
             parts.append(f"{comparison.title[0].upper()}{comparison.title[1:]}:\n\n{table}")
     return "\n\n".join(parts)
@@ -305,7 +308,7 @@ def command(study: str, file: str) -> str:
 def missing_studies() -> str:
     """Studies that have no table, and how to run them."""
     titles = {name: f"`{name}` ({comparison.title})" for name, comparison in COMPARISONS.items()}
-    choosing = [titles[name] for name in COMPARISONS if COMPARISONS[name].chooses and not selection_table(name)]
+    choosing = [titles[name] for name in COMPARISONS if COMPARISONS[name].held_out and not selection_table(name)]
     parts = [f"{', '.join(choosing)}: `{command('STUDY', 'selection')}`."] if choosing else []
     if not cifar_table():
         parts.append(f"{titles['table']}: `{command('table', 'cifar')}`.")

@@ -32,7 +32,7 @@ def test_differences_are_paired_by_seed_with_a_confidence_interval():
 def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(comparison):
     assert comparison.baseline in list(comparison.arms)[: comparison.usual]
     assert comparison.usual <= 6
-    assert ("--val-split 5000" in comparison.flags) == comparison.chooses
+    assert ("--val-split 5000" in comparison.flags) == comparison.held_out
 
 
 @pytest.fixture

@@ -107,6 +107,12 @@ def test_the_table_of_the_documentation_is_made_from_the_file(trained, tmp_path,
     assert "CamVid" not in tables.downstream_table()  # before there are runs
     assert len({line.count("|") for line in tables.downstream_table().splitlines()[:7]}) == 1
     assert "times of detection while up to 2 runs shared the GPU" in tables.downstream_table()  # until measured alone
+    saved = tmp_path / "results" / "downstream.json"
+    some = json.loads(saved.read_text()) | {"epoch_seconds": {"detection": {"origin": 99.0}}}  # stopped in between
+    saved.write_text(json.dumps(some))
+    assert "99.00" not in tables.downstream_table()
+    assert "times of detection while" in tables.downstream_table()
+    saved.write_text(json.dumps(some | {"epoch_seconds": {}}))
     downstream.main([*words, "--seeds", "0", "1"])
     lines = tables.downstream_table().splitlines()
     assert "shared the GPU" not in lines[-1]

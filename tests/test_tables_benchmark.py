@@ -88,7 +88,7 @@ def test_studies_without_results_are_listed_in_one_line_with_their_commands(foun
 
 
 def test_when_everything_was_run_nothing_is_missing(found):
-    choosing = {name: comparison for name, comparison in arms.COMPARISONS.items() if comparison.chooses}
+    choosing = {name: comparison for name, comparison in arms.COMPARISONS.items() if comparison.held_out}
     runs = [run for name, comparison in choosing.items() for run in selection_runs(name, *comparison.arms)]
     found("selection", [dict(run) for run in {run["flags"]: run for run in runs}.values()])
     found("cifar", cifar_runs(origin=8.0, dbb=9.0, dyrep=10.0))
