@@ -1,8 +1,8 @@
 """Which choice pays? VGG-16 on CIFAR-10, several ways to train it against each other with the same seeds.
 
-``python benchmarks/arms.py STUDY --data FOLDER --out FILE`` on a machine with a GPU. The file is written after every
-run, and runs that it holds already are not repeated, whichever study they were made for: a run is known by its flags.
-With ``--workers`` above 1 runs share the GPU (let NVIDIA's multi-process service run beside them).
+``python benchmarks/arms.py STUDY [STUDY ...] --data FOLDER --out FILE`` on a machine with a GPU. The file is written
+after every run, and runs that it holds already are not repeated, whichever study they were made for: a run is known by
+its flags. With ``--workers`` above 1 runs share the GPU (let NVIDIA's multi-process service run beside them).
 
 ``executions`` (``results/executions.json``) asks whether it costs accuracy to fold blocks while training: seven
 branches everywhere from the start, each with a norm of its own, the batch norm after their sum kept. ``table``
@@ -15,14 +15,20 @@ over at least five paired seeds becomes the default if the 95 % confidence inter
 present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and
 the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds
 over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
-those of ``limits`` and ``starts`` may cost half as much again as the plain network, and do not nest blocks. ``starts``
-chooses nothing: the plain network and blocks from the start are there to compare with. The studies are run in the order
-gammas, schedules, scores, norms, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`).
+those of ``limits``, ``starts`` and ``rivals`` may cost half as much again as the plain network, and do not nest blocks.
+``starts`` and ``rivals`` choose nothing: the plain network and blocks from the start are there to compare with. The
+studies are run in the order gammas, schedules, scores, norms, cuts, limits, folding, each with what the ones before
+have chosen (`CHOSEN`).
+
+All but ``gammas``, which was run before this was known, and ``starts``, which is about it, let the learning rate rise
+over the first two epochs. At the paper's rate a VGG-16 hardly learns in the first epochs, for longer with some seeds
+than with others. Of 600 epochs that is nothing; of 40 it would decide comparisons, in favour of what shortens it.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -75,16 +81,25 @@ class Comparison:
 
 
 BLOCKS = "--method dbb7 --replace conv"
+WARM = " --warmup-epochs 2"
 # The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows with every update, to several
 # times the plain one's multiply-adds; with one, choices are compared at equal cost.
 START = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1 --score synflow --origin-norm none"
 EARLY = START.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
 STRONG = f"{EARLY} --relative-gamma --gamma 1 --cut none"  # or those that are weak for some steps would be cut at once
+POINTWISE = f"{STRONG} --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
 CHOSEN = {"gamma": "", "schedule": "--interval 1", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
 DYREP = f"--method dyrep {CHOSEN['schedule']} --macs-limit 1.5 --max-depth 1"
 SCORED = f"{DYREP} --score {CHOSEN['score']}"
 NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
 CUT = f"{NORMED}{CHOSEN['cut']}"
+
+
+def warmed(arms: dict[str, str]) -> dict[str, str]:
+    """The same arms with a rising learning rate at the start."""
+    return {arm: f"{flags}{WARM}" for arm, flags in arms.items()}
+
+
 COMPARISONS = {
     "executions": Comparison(
         "whether folding while training costs accuracy",
@@ -124,72 +139,95 @@ COMPARISONS = {
     ),
     "schedules": Comparison(
         "when to grow",
-        {
-            "after every epoch": START,
-            "in the first epoch": EARLY,
-            "in the first epoch, γ the origin's σ, nothing cut": STRONG,
-            "the same, a norm on the origin": STRONG.replace("--origin-norm none", "--origin-norm calibrated"),
-        },
+        warmed(
+            {
+                "after every epoch": START,
+                "in the first epoch": EARLY,
+                "in the first epoch, γ the origin's σ, nothing cut": STRONG,
+                "the same, pointwise branches alone": POINTWISE,
+            }
+        ),
         "after every epoch",
     ),
     "scores": Comparison(
         "what to expand",
-        {
-            name: f"{DYREP} --score {score} --origin-norm none{CHOSEN['gamma']}"
-            for name, score in {
-                **{score: score for score in ("synflow", "snip", "grad_norm", "invariant", "random")},
-                "invariant per multiply-add": "invariant --per-mac",
-            }.items()
-        },
+        warmed(
+            {
+                name: f"{DYREP} --score {score} --origin-norm none{CHOSEN['gamma']}"
+                for name, score in {
+                    **{score: score for score in ("synflow", "snip", "grad_norm", "invariant", "random")},
+                    "invariant per multiply-add": "invariant --per-mac",
+                }.items()
+            }
+        ),
         "synflow",
     ),
     "norms": Comparison(
         "a norm on the original kernel",
-        {
-            "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
-            "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
-            "reference": f"{SCORED} --origin-norm reference{CHOSEN['gamma']}",
-        },
+        warmed(
+            {
+                "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
+                "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
+                "reference": f"{SCORED} --origin-norm reference{CHOSEN['gamma']}",
+            }
+        ),
         "none",
     ),
     "cuts": Comparison(
         "when to cut",
-        {
-            "paper": NORMED,
-            "never": f"{NORMED} --cut none",
-            "paper, λ = 0.002": f"{NORMED} --cut-threshold 0.002",
-        },
+        warmed(
+            {
+                "paper": NORMED,
+                "never": f"{NORMED} --cut none",
+                "paper, λ = 0.002": f"{NORMED} --cut-threshold 0.002",
+            }
+        ),
         "paper",
     ),
     "limits": Comparison(
         "how much to grow",
-        {
-            "1.5 × plain": CUT,
-            "1.5 × plain, nested": f"{CUT} --max-depth 3",
-            "2 × plain": f"{CUT} --macs-limit 2",
-            "3 × plain": f"{CUT} --macs-limit 3",
-            "no limit, nested": CUT.replace(" --macs-limit 1.5 --max-depth 1", ""),
-        },
+        warmed(
+            {
+                "1.5 × plain": CUT,
+                "1.5 × plain, nested": f"{CUT} --max-depth 3",
+                "2 × plain": f"{CUT} --macs-limit 2",
+                "3 × plain": f"{CUT} --macs-limit 3",
+                "no limit, nested": CUT.replace(" --macs-limit 1.5 --max-depth 1", ""),
+            }
+        ),
         "1.5 × plain",
         usual=4,
     ),
     "folding": Comparison(
         "blocks run exactly or folded",
-        {"fused": CUT, "folded": f"{CUT} --execution folded"},
+        warmed({"fused": CUT, "folded": f"{CUT} --execution folded"}),
         "fused",
         timed=40,  # all of them: the structure grows
     ),
     "starts": Comparison(
-        "DyRep against blocks from the start, and against their start alone",
+        "what a better start gives",
         {
             "origin": "--method origin",
-            "RepVGG": "--method repvgg --replace conv",
-            "DBB": "--method dbb",
-            "seven branches": BLOCKS,
-            "DyRep": CUT,
+            "origin, warm-up": f"--method origin{WARM}",
             "origin, started as RepVGG": "--method origin --start-as repvgg",
-            "DyRep, started as RepVGG": f"{CUT} --start-as repvgg",
+            "seven branches": BLOCKS,
+            "seven branches, warm-up": f"{BLOCKS}{WARM}",
         },
+        "origin",
+    ),
+    "rivals": Comparison(
+        "DyRep against blocks from the start",
+        warmed(
+            {
+                "origin": "--method origin",
+                "RepVGG": "--method repvgg --replace conv",
+                "DBB": "--method dbb",
+                "seven branches": BLOCKS,
+                "DyRep": CUT,
+                "origin, weight decay 5e-4": "--method origin --weight-decay 5e-4",
+                "seven branches, weight decay 5e-4": f"{BLOCKS} --weight-decay 5e-4",
+            }
+        ),
         "origin",
     ),
 }
@@ -254,7 +292,7 @@ def train(
     comparison: Comparison, arm: str, seed: int, epochs: int, given: Any, to_time: bool = False
 ) -> dict[str, Any]:
     """One run of `dyrep train`, and what it found."""
-    name = f"{arm.replace(' ', '-').replace(',', '')}-{seed}-{epochs}"
+    name = "-".join([*re.findall(r"[\w.]+", comparison.arms[arm]), str(seed), str(epochs)])
     # a run by which epochs are timed may be as long as the others: in their folder it would find theirs, and be over
     out = given.runs / (f"time-{name}" if to_time else name)
     words = f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
@@ -279,9 +317,9 @@ def train(
 
 def main(command: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=list(COMPARISONS))
+    parser.add_argument("studies", nargs="+", choices=list(COMPARISONS), metavar="study", help=", ".join(COMPARISONS))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", type=Path, help="folder for the runs (default: runs/STUDY)")
+    parser.add_argument("--runs", type=Path, default=Path("runs") / "arms", help="folder for the runs")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--recipe", default="cifar10-vgg16")
     parser.add_argument("--arms", nargs="+", help="only these")
@@ -290,18 +328,31 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--more", default="", help="flags for every run, to try things out")
     given = parser.parse_args(command)
-    comparison = COMPARISONS[given.study]
-    given.runs = given.runs or Path("runs") / given.study
-    given.seeds, given.epochs = given.seeds or (5 if comparison.held_out else 3), given.epochs or comparison.epochs
-    arms = given.arms or list(comparison.arms)[: comparison.usual]
-    unknown = [arm for arm in arms if arm not in comparison.arms]
+    comparisons = [COMPARISONS[name] for name in given.studies]
+    first = comparisons[0]
+    if any((other.held_out, other.epochs) != (first.held_out, first.epochs) for other in comparisons):
+        parser.error("these studies do not go into one file: they look at other images, or train for longer")
+    given.seeds, given.epochs = given.seeds or (5 if first.held_out else 3), given.epochs or first.epochs
+    known = [arm for comparison in comparisons for arm in comparison.arms]
+    unknown = [arm for arm in given.arms or () if arm not in known]
     if unknown:
-        parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(comparison.arms)}")
-    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": comparison.flags}
+        parser.error(f"there is no arm {unknown[0]!r}; valid are {', '.join(known)}")
+    chosen = [
+        (comparison, arm)
+        for comparison in comparisons
+        for arm in given.arms or list(comparison.arms)[: comparison.usual]
+        if arm in comparison.arms
+    ]
+    config = {key: getattr(given, key) for key in ("recipe", "epochs", "more")} | {"flags": first.flags}
     results = Results(given.out, config, {"runs": [], "epoch_seconds": {}})
-    wanted = [(arm, seed) for seed in range(given.seeds) for arm in arms if not results.has(comparison.arms[arm], seed)]
+    wanted = {
+        (comparison.arms[arm], seed): (comparison, arm, seed)  # studies share runs
+        for seed in range(given.seeds)
+        for comparison, arm in chosen
+        if not results.has(comparison.arms[arm], seed)
+    }
     with ThreadPoolExecutor(given.workers) as pool:
-        jobs = [pool.submit(train, comparison, arm, seed, given.epochs, given) for arm, seed in wanted]
+        jobs = [pool.submit(train, *run, given.epochs, given) for run in wanted.values()]
         failed = []
         for job in as_completed(jobs):
             try:
@@ -312,11 +363,12 @@ def main(command: list[str] | None = None) -> None:
             if given.workers > 1:
                 del run["epoch_seconds"], run["minutes"]
             results.add(run)
-    for arm in arms if comparison.timed else ():
-        if not results.timed(comparison.arms[arm]):
+    for comparison, arm in chosen:
+        if comparison.timed and not results.timed(comparison.arms[arm]):
             run = train(comparison, arm, 0, comparison.timed, given, to_time=True)
             results.set_time(comparison.arms[arm], run["epoch_seconds"])
-    results.show(comparison)
+    for comparison in comparisons:
+        results.show(comparison)
     if failed:
         sys.exit("\n".join(failed))
 
