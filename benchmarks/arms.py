@@ -9,16 +9,17 @@ branches everywhere from the start, each with a norm of its own, the batch norm 
 (``results/cifar.json``) is the paper's table of CIFAR-10, with its 600 epochs; it takes hours, and its times only
 count if a run has the GPU alone. Both look at the test set, as nothing is chosen by them.
 
-The others (``results/selection.json``) choose defaults. They train on 45,000 images and look at the 5,000 held out; the
-test set plays no part. The rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy
-over at least five paired seeds becomes the default if the 95 % confidence interval of its paired difference to the
-present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and
-the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds
-over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. All arms but
-those of ``limits``, ``starts`` and ``rivals`` may cost half as much again as the plain network, and do not nest blocks.
-``starts`` and ``rivals`` choose nothing: the plain network and blocks from the start are there to compare with. The
-studies are run in the order gammas, schedules, scores, norms, cuts, limits, folding, each with what the ones before
-have chosen (`CHOSEN`).
+The others (``results/selection.json``) train on 45,000 images and look at the 5,000 held out; the test set plays no
+part. ``starts``, ``rivals`` and ``decays`` choose nothing: the plain network and blocks from the start are there to
+compare with. The rest choose defaults. The rule, fixed before the runs: of the arms of a study the one with the largest
+mean accuracy over at least five paired seeds becomes the default if the 95 % confidence interval of its paired
+difference to the present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at
+least a tenth and the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average
+of multiply-adds over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU.
+All arms but those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. The studies
+are run in the order gammas, growth, scores, cuts, limits, folding, each with what the ones before have chosen
+(`CHOSEN`). ``growth`` asks three things at once, because they depend on each other: a large γ does harm where the
+original kernel has no norm, and may pay where it has one.
 
 All but ``gammas``, which was run before this was known, and ``starts``, which is about it, let the learning rate rise
 over the first two epochs. At the paper's rate a VGG-16 hardly learns in the first epochs, for longer with some seeds
@@ -81,18 +82,23 @@ class Comparison:
 
 
 BLOCKS = "--method dbb7 --replace conv"
+RIVALS = {
+    "origin": "--method origin",
+    "RepVGG": "--method repvgg --replace conv",
+    "DBB": "--method dbb",
+    "seven branches": BLOCKS,
+}
 WARM = " --warmup-epochs 2"
 # The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows with every update, to several
 # times the plain one's multiply-adds; with one, choices are compared at equal cost.
 START = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1 --score synflow --origin-norm none"
-EARLY = START.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
-STRONG = f"{EARLY} --relative-gamma --gamma 1 --cut none"  # or those that are weak for some steps would be cut at once
-POINTWISE = f"{STRONG} --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
-CHOSEN = {"gamma": "", "schedule": "--interval 1", "score": "synflow", "norm": "none", "cut": "", "execution": ""}
-DYREP = f"--method dyrep {CHOSEN['schedule']} --macs-limit 1.5 --max-depth 1"
-SCORED = f"{DYREP} --score {CHOSEN['score']}"
-NORMED = f"{SCORED} --origin-norm {CHOSEN['norm']}{CHOSEN['gamma']}"
-CUT = f"{NORMED}{CHOSEN['cut']}"
+# λ is a spread of γ as such: where γ is the origin's σ, it would have branches cut that are weak for a few steps
+STRONG = START.replace("--origin-norm none", "--origin-norm calibrated --relative-gamma --gamma 1 --cut none")
+EARLY = STRONG.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
+POINTWISE = " --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
+CHOSEN = {"growth": START, "score": "synflow", "cut": "", "execution": ""}
+SCORED = CHOSEN["growth"].replace("--score synflow", f"--score {CHOSEN['score']}")
+CUT = f"{SCORED}{CHOSEN['cut']}"
 
 
 def warmed(arms: dict[str, str]) -> dict[str, str]:
@@ -137,23 +143,29 @@ COMPARISONS = {
         },
         "0.01",
     ),
-    "schedules": Comparison(
-        "when to grow",
+    "growth": Comparison(
+        "a norm on the original kernel, the γ of new branches, and when they grow",
         warmed(
             {
-                "after every epoch": START,
-                "in the first epoch": EARLY,
-                "in the first epoch, γ the origin's σ, nothing cut": STRONG,
-                "the same, pointwise branches alone": POINTWISE,
+                "no norm, γ = 0.01": START,
+                "calibrated norm, γ = 0.01": START.replace("--origin-norm none", "--origin-norm calibrated"),
+                "reference norm, γ = 0.01": START.replace("--origin-norm none", "--origin-norm reference"),
+                "calibrated norm, γ = σ, nothing cut": STRONG,
+                "calibrated norm, γ = σ, nothing cut, in the first epoch": EARLY,
+                "calibrated norm, γ = σ, nothing cut, in the first epoch, pointwise": f"{EARLY}{POINTWISE}",
+                "no norm, γ = σ, nothing cut, in the first epoch, pointwise": EARLY.replace(
+                    "--origin-norm calibrated", "--origin-norm none"
+                )
+                + POINTWISE,
             }
         ),
-        "after every epoch",
+        "no norm, γ = 0.01",
     ),
     "scores": Comparison(
         "what to expand",
         warmed(
             {
-                name: f"{DYREP} --score {score} --origin-norm none{CHOSEN['gamma']}"
+                name: CHOSEN["growth"].replace("--score synflow", f"--score {score}")
                 for name, score in {
                     **{score: score for score in ("synflow", "snip", "grad_norm", "invariant", "random")},
                     "invariant per multiply-add": "invariant --per-mac",
@@ -162,24 +174,13 @@ COMPARISONS = {
         ),
         "synflow",
     ),
-    "norms": Comparison(
-        "a norm on the original kernel",
-        warmed(
-            {
-                "none": f"{SCORED} --origin-norm none{CHOSEN['gamma']}",
-                "calibrated": f"{SCORED} --origin-norm calibrated{CHOSEN['gamma']}",
-                "reference": f"{SCORED} --origin-norm reference{CHOSEN['gamma']}",
-            }
-        ),
-        "none",
-    ),
     "cuts": Comparison(
         "when to cut",
         warmed(
             {
-                "paper": NORMED,
-                "never": f"{NORMED} --cut none",
-                "paper, λ = 0.002": f"{NORMED} --cut-threshold 0.002",
+                "paper": SCORED,
+                "never": f"{SCORED} --cut none",
+                "paper, λ = 0.002": f"{SCORED} --cut-threshold 0.002",
             }
         ),
         "paper",
@@ -189,9 +190,9 @@ COMPARISONS = {
         warmed(
             {
                 "1.5 × plain": CUT,
-                "1.5 × plain, nested": f"{CUT} --max-depth 3",
-                "2 × plain": f"{CUT} --macs-limit 2",
-                "3 × plain": f"{CUT} --macs-limit 3",
+                "1.5 × plain, nested": CUT.replace("--max-depth 1", "--max-depth 3"),
+                "2 × plain": CUT.replace("--macs-limit 1.5", "--macs-limit 2"),
+                "3 × plain": CUT.replace("--macs-limit 1.5", "--macs-limit 3"),
                 "no limit, nested": CUT.replace(" --macs-limit 1.5 --max-depth 1", ""),
             }
         ),
@@ -217,17 +218,12 @@ COMPARISONS = {
     ),
     "rivals": Comparison(
         "DyRep against blocks from the start",
-        warmed(
-            {
-                "origin": "--method origin",
-                "RepVGG": "--method repvgg --replace conv",
-                "DBB": "--method dbb",
-                "seven branches": BLOCKS,
-                "DyRep": CUT,
-                "origin, weight decay 5e-4": "--method origin --weight-decay 5e-4",
-                "seven branches, weight decay 5e-4": f"{BLOCKS} --weight-decay 5e-4",
-            }
-        ),
+        warmed({**RIVALS, "DyRep": CUT}),
+        "origin",
+    ),
+    "decays": Comparison(
+        "the same with five times the paper's weight decay",
+        warmed({arm: f"{flags} --weight-decay 5e-4" for arm, flags in {**RIVALS, "DyRep": CUT}.items()}),
         "origin",
     ),
 }

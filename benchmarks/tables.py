@@ -285,20 +285,43 @@ def selection_table(name: str) -> str:
     """What one of them has found so far; nothing while there is nothing to compare."""
     data = json.loads((ROOT / "results" / "selection.json").read_text())
     comparison, runs = COMPARISONS[name], data["runs"]
-    heads = ("", "accuracy on 5,000 images held out (%)", "seeds", "multiply-adds, average", "against the first (95 %)")
+    heads = ["", "accuracy on 5,000 images held out (%)", "against the first (95 %)", "seeds"]
+    heads += ["training loss", "multiply-adds, average"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, flags in comparison.arms.items():
         own = [run for run in runs if run["flags"] == flags]
         if not own:
             continue
         found = [run["val_accuracy"] for run in own]
+        loss = mean_and_spread([run["train_loss"] for run in own], ".3f")
         macs = short(statistics.mean(run["mean_macs"] for run in own))
         against = told(against_baseline(runs, comparison, arm))
-        lines.append(f"| {arm} | {mean_and_spread(found)} | {len(found)} | {macs} | {against} |")
+        lines.append(f"| {arm} | {mean_and_spread(found)} | {against} | {len(found)} | {loss} | {macs} |")
     if len(lines) < 4:  # one arm alone says nothing
         return ""
     about = f"{data['hardware']}; torch {data['versions']['torch']}; `{command(name, 'selection')}`"
     return "\n".join([*lines, "", f"({about})"])
+
+
+def growth_figures() -> str:
+    """What networks without a limit grow to, and what is cut with the paper's λ."""
+    runs = json.loads((ROOT / "results" / "selection.json").read_text())["runs"]
+    evolved = [(run["flags"].split(), run) for run in runs if run["flags"].startswith("--method dyrep ")]
+    grown = [
+        f"{words[words.index('--score') + 1]} {short(run['mean_macs'])}"
+        for words, run in evolved
+        if "--macs-limit" not in words
+    ]
+    cuts = [run["cut"] for words, run in evolved if "--cut" not in words and "cut" in run]
+    layers = ", ".join(sorted({layer for cut in cuts for layer, *_ in cut}))
+    return "\n".join(
+        [
+            f"- Multiply-adds without a limit, average over training, one seed per score: {', '.join(grown)}.",
+            f"- In {len(cuts)} runs with the paper's rule: cuts in {layers}, and in no other of 13 layers.",
+            "",
+            "(`results/selection.json`)",
+        ]
+    )
 
 
 def command(study: str, file: str) -> str:
@@ -395,6 +418,7 @@ TABLES = {
     ("docs/results.md", "cifar table"): cifar_table,
     ("docs/results.md", "selection tables"): selection_tables,
     ("docs/results.md", "missing studies"): missing_studies,
+    ("docs/results.md", "growth figures"): growth_figures,
     ("docs/results.md", "noise table"): noise_table,
 }
 

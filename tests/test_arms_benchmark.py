@@ -91,8 +91,8 @@ def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone
 def test_studies_share_runs(trained, tmp_path):
     out = tmp_path / "found.json"
     arms.main(["scores", "--out", str(out), "--seeds", "1", "--arms", arms.CHOSEN["score"]])
-    arms.main(["norms", "--out", str(out), "--seeds", "1", "--arms", "none", "calibrated"])
-    assert trained == [(arms.CHOSEN["score"], 0, 40), ("calibrated", 0, 40)]
+    arms.main(["cuts", "--out", str(out), "--seeds", "1", "--arms", "paper", "never"])
+    assert trained == [(arms.CHOSEN["score"], 0, 40), ("never", 0, 40)]
 
 
 def test_several_studies_share_one_pool_and_their_runs(trained, tmp_path, capsys):

@@ -72,7 +72,8 @@ def test_one_seed_has_no_spread(found):
 
 def selection_runs(study, *chosen):
     flags = arms.COMPARISONS[study].arms
-    return [{"flags": flags[arm], "seed": 0, "val_accuracy": 92.0, "mean_macs": 4e8} for arm in chosen]
+    found = {"seed": 0, "val_accuracy": 92.0, "mean_macs": 4e8, "train_loss": 0.2}
+    return [{"flags": flags[arm], **found} for arm in chosen]
 
 
 def test_studies_without_results_are_listed_in_one_line_with_their_commands(found):
@@ -93,3 +94,13 @@ def test_when_everything_was_run_nothing_is_missing(found):
     found("selection", [dict(run) for run in {run["flags"]: run for run in runs}.values()])
     found("cifar", cifar_runs(origin=8.0, dbb=9.0, dyrep=10.0))
     assert tables.missing_studies() == "Nothing."
+
+
+def test_growth_is_told_of_runs_without_a_limit_and_cuts_of_those_with_the_papers_rule(found):
+    free = {"flags": "--method dyrep --interval 1 --score snip", "mean_macs": 1.2e9}
+    limited = {"flags": "--method dyrep --macs-limit 1.5 --score snip", "mean_macs": 4e8, "cut": [["conv2", "1x1"]]}
+    other_rule = limited | {"flags": f"{limited['flags']} --cut none", "cut": [["conv9", "1x1"]]}
+    found("selection", [free, limited, other_rule, {"flags": "--method origin", "mean_macs": 3e8}])
+    first, second = tables.growth_figures().splitlines()[:2]
+    assert first.endswith("one seed per score: snip 1.20 G.")
+    assert second == "- In 1 runs with the paper's rule: cuts in conv2, and in no other of 13 layers."
