@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import downstream
-from arms import COMPARISONS, against_baseline
+from arms import against_baseline
+from comparisons import COMPARISONS
 from runs import told
 
 from dyrep.methods import method

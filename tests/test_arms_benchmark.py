@@ -10,6 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
+import comparisons
 
 FOUND = {"a": (1.0, 2.0, 3.0), "b": (2.0, 3.0, 6.0), "c": (1.0,)}
 COMPARISON = arms.Comparison("what is best", {name: f"--{name}" for name in FOUND}, "a")
@@ -90,9 +91,9 @@ def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone
 
 def test_studies_share_runs(trained, tmp_path):
     out = tmp_path / "found.json"
-    arms.main(["scores", "--out", str(out), "--seeds", "1", "--arms", arms.CHOSEN["score"]])
+    arms.main(["scores", "--out", str(out), "--seeds", "1", "--arms", comparisons.CHOSEN["score"]])
     arms.main(["cuts", "--out", str(out), "--seeds", "1", "--arms", "paper", "never"])
-    assert trained == [(arms.CHOSEN["score"], 0, 40), ("never", 0, 40)]
+    assert trained == [(comparisons.CHOSEN["score"], 0, 40), ("never", 0, 40)]
 
 
 def test_several_studies_share_one_pool_and_their_runs(trained, tmp_path, capsys):
@@ -111,6 +112,13 @@ def test_studies_that_look_at_other_images_do_not_go_into_one_file(trained, tmp_
         arms.main(["scores", "table", "--out", str(tmp_path / "found.json")])
     assert "do not go into one file" in capsys.readouterr().err
     assert not trained
+
+
+def test_no_run_is_begun_after_its_time(trained, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    arms.main(["cuts", "--out", str(out), "--seeds", "2", "--minutes", "0"])
+    assert not trained
+    assert "6 runs were not begun" in capsys.readouterr().out
 
 
 def test_another_setup_is_refused(trained, tmp_path):
