@@ -80,6 +80,7 @@ START = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1 --score synf
 STRONG = START.replace("--origin-norm none", "--origin-norm calibrated --relative-gamma --gamma 1 --cut none")
 EARLY = STRONG.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
 POINTWISE = " --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
+BARE = f"{EARLY}{POINTWISE}".replace("--origin-norm calibrated", "--origin-norm none")
 CHOSEN = {"growth": START, "score": "synflow", "cut": "", "execution": ""}
 SCORED = CHOSEN["growth"].replace("--score synflow", f"--score {CHOSEN['score']}")
 CUT = f"{SCORED}{CHOSEN['cut']}"
@@ -117,6 +118,27 @@ COMPARISONS = {
         held_out=False,
         epochs=600,
     ),
+    "starts": Comparison(
+        "what a better start gives",
+        {
+            "origin": "--method origin",
+            "origin, warm-up": f"--method origin{WARM}",
+            "origin, started as RepVGG": "--method origin --start-as repvgg",
+            "seven branches": BLOCKS,
+            "seven branches, warm-up": f"{BLOCKS}{WARM}",
+        },
+        "origin",
+    ),
+    "rivals": Comparison(
+        "DyRep against blocks from the start",
+        warmed({**RIVALS, "DyRep": CUT}),
+        "origin",
+    ),
+    "decays": Comparison(
+        "the same with five times the paper's weight decay",
+        warmed({arm: f"{flags} --weight-decay 5e-4" for arm, flags in {**RIVALS, "DyRep": CUT}.items()}),
+        "origin",
+    ),
     "gammas": Comparison(
         "the γ that new branches start with",
         {
@@ -137,10 +159,7 @@ COMPARISONS = {
                 "calibrated norm, γ = σ, nothing cut": STRONG,
                 "calibrated norm, γ = σ, nothing cut, in the first epoch": EARLY,
                 "calibrated norm, γ = σ, nothing cut, in the first epoch, pointwise": f"{EARLY}{POINTWISE}",
-                "no norm, γ = σ, nothing cut, in the first epoch, pointwise": EARLY.replace(
-                    "--origin-norm calibrated", "--origin-norm none"
-                )
-                + POINTWISE,
+                "no norm, γ = σ, nothing cut, in the first epoch, pointwise": BARE,
             }
         ),
         "no norm, γ = 0.01",
@@ -188,27 +207,6 @@ COMPARISONS = {
         warmed({"fused": CUT, "folded": f"{CUT} --execution folded"}),
         "fused",
         timed=40,  # all of them: the structure grows
-    ),
-    "starts": Comparison(
-        "what a better start gives",
-        {
-            "origin": "--method origin",
-            "origin, warm-up": f"--method origin{WARM}",
-            "origin, started as RepVGG": "--method origin --start-as repvgg",
-            "seven branches": BLOCKS,
-            "seven branches, warm-up": f"{BLOCKS}{WARM}",
-        },
-        "origin",
-    ),
-    "rivals": Comparison(
-        "DyRep against blocks from the start",
-        warmed({**RIVALS, "DyRep": CUT}),
-        "origin",
-    ),
-    "decays": Comparison(
-        "the same with five times the paper's weight decay",
-        warmed({arm: f"{flags} --weight-decay 5e-4" for arm, flags in {**RIVALS, "DyRep": CUT}.items()}),
-        "origin",
     ),
 }
 """Studies by the name to type. (`dyrep.reproduce.STUDIES` are others: the paper's.)"""
