@@ -6,16 +6,16 @@ branches everywhere from the start, each with a norm of its own, the batch norm 
 count if a run has the GPU alone. Both look at the test set, as nothing is chosen by them.
 
 The others (``results/selection.json``) train on 45,000 images and look at the 5,000 held out; the test set plays no
-part. ``starts``, ``rivals`` and ``decays`` choose nothing: the plain network and blocks from the start are there to
-compare with. The rest choose defaults. The rule, fixed before the runs: of the arms of a study the one with the largest
-mean accuracy over at least five paired seeds becomes the default if the 95 % confidence interval of its paired
-difference to the present default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at
-least a tenth and the interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average
-of multiply-adds over training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU.
-All arms but those of ``limits`` may cost half as much again as the plain network, and do not nest blocks. The studies
-are run in the order gammas, growth, scores, cuts, limits, folding, each with what the ones before have chosen
-(`CHOSEN`). ``growth`` asks three things at once, because they depend on each other: a large γ does harm where the
-original kernel has no norm, and may pay where it has one.
+part. ``starts``, ``rivals``, ``decays`` and ``recipes`` choose nothing: the plain network, trained in other ways too,
+and blocks from the start are there to compare with. The rest choose defaults. The rule, fixed before the runs: of the
+arms of a study the one with the largest mean accuracy over at least five paired seeds becomes the default if the 95 %
+confidence interval of its paired difference to the present default lies above zero. Otherwise the present default
+stays, unless an arm is cheaper by at least a tenth and the interval of its difference reaches no lower than -0.1
+points: then that one. Cost is the average of multiply-adds over training; for ``folding``, where these are the same, it
+is the time of an epoch alone on the GPU. All arms but those of ``limits`` may cost half as much again as the plain
+network, and do not nest blocks. The studies are run in the order gammas, growth, scores, cuts, limits, folding, each
+with what the ones before have chosen (`CHOSEN`). ``growth`` asks three things at once, because they depend on each
+other: a large γ does harm where the original kernel has no norm, and may pay where it has one.
 
 All but ``gammas``, which was run before this was known, and ``starts``, which is about it, let the learning rate rise
 over the first two epochs. At the paper's rate a VGG-16 hardly learns in the first epochs, for longer with some seeds
@@ -138,6 +138,19 @@ COMPARISONS = {
         "the same with five times the paper's weight decay",
         warmed({arm: f"{flags} --weight-decay 5e-4" for arm, flags in {**RIVALS, "DyRep": CUT}.items()}),
         "origin",
+    ),
+    "recipes": Comparison(
+        "the plain network with other settings of SGD",
+        warmed(
+            {
+                "lr 0.1, weight decay 1e-4": "--method origin",
+                "lr 0.05": "--method origin --lr 0.05",
+                "lr 0.2": "--method origin --lr 0.2",
+                "weight decay 5e-4": "--method origin --weight-decay 5e-4",
+                "weight decay 1e-3": "--method origin --weight-decay 1e-3",
+            }
+        ),
+        "lr 0.1, weight decay 1e-4",
     ),
     "gammas": Comparison(
         "the γ that new branches start with",
