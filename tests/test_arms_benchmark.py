@@ -131,7 +131,7 @@ def test_another_setup_is_refused(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in arms.COMPARISONS if name != "executions"])
 def test_every_arm_trains(name, tmp_path, capsys):
-    more = "--device cpu --epochs 3 --val-split 400 --batch-size 128 --calibration-batches 2 --interval 1"
+    more = "--device cpu --epochs 3 --val-split 400 --batch-size 500 --calibration-batches 2 --interval 1"
     words = ["--recipe", "digits", "--seeds", "1", "--more", more, "--out", str(tmp_path / "found.json")]
     arms.main([name, *words, "--runs", str(tmp_path)])
     found = json.loads((tmp_path / "found.json").read_text())
