@@ -85,11 +85,12 @@ def train(
     comparison: Comparison, arm: str, seed: int, epochs: int, given: Any, to_time: bool = False
 ) -> dict[str, Any]:
     """One run of `dyrep train`, and what it found."""
-    name = "-".join([*re.findall(r"[\w.]+", comparison.arms[arm]), str(seed), str(epochs)])
+    flags = f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs}"
+    name = "-".join(re.findall(r"[\w.]+", flags))
     # a run by which epochs are timed may be as long as the others: in their folder it would find theirs, and be over
     out = given.runs / (f"time-{name}" if to_time else name)
-    words = f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs} --eval-every {epochs}".split()
-    words += [*given.more.split(), *([] if given.data is None else ["--data", str(given.data)])]
+    words = f"{flags} --eval-every {epochs} {given.more}".split()
+    words += [] if given.data is None else ["--data", str(given.data)]
     summary, rows = run_training(given.recipe, words, out)
     seconds = epoch_seconds(rows)
     print(f"{arm:32s} seed {seed}: {comparison.accuracy(summary):.2f} %, {seconds:.2f} s per epoch", flush=True)

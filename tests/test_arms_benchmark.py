@@ -80,6 +80,21 @@ def test_runs_to_time_epochs_by_are_not_those_that_shared_the_gpu(monkeypatch, t
     assert json.loads(out.read_text())["epoch_seconds"] == {flags["fused"]: 1.0, flags["folded"]: 1.0}
 
 
+def test_runs_on_other_images_have_other_folders(monkeypatch, tmp_path):
+    folders = []
+
+    def run_training(recipe, words, out):
+        folders.append(out)
+        rows = [{"train_loss": 0.1, "train_seconds": 1.0, "update_seconds": 0.0}]
+        return {"val_accuracy": 90.0, "test_accuracy_folded": 90.0, "fold_error": 0.0, "seconds": 40}, rows
+
+    monkeypatch.setattr(arms, "run_training", run_training)
+    for study, arm in (("starts", "origin"), ("executions", "plain")):  # both are the plain network
+        out = tmp_path / f"{study}.json"
+        arms.main([study, "--out", str(out), "--runs", str(tmp_path), "--arms", arm, "--seeds", "1"])
+    assert len(set(folders)) == len(folders) == 3  # the last one to time epochs by
+
+
 def test_the_table_has_the_epochs_of_the_paper_and_times_of_runs_that_were_alone(trained, tmp_path):
     out = tmp_path / "found.json"
     arms.main(["table", "--out", str(out), "--seeds", "1", "--arms", "origin"])
