@@ -15,7 +15,7 @@ points: then that one. Cost is the average of multiply-adds over training; for `
 is the time of an epoch alone on the GPU. All arms but those of ``limits`` may cost half as much again as the plain
 network, and do not nest blocks. The studies are run in the order gammas, growth, scores, cuts, limits, folding, each
 with what the ones before have chosen (`CHOSEN`). ``growth`` asks three things at once, because they depend on each
-other: a large γ does harm where the original kernel has no norm, and may pay where it has one.
+other: in the first runs a large γ did harm where the original kernel has no norm; it may pay where it has one.
 
 All but ``gammas``, which was run before this was known, and ``starts``, which is about it, let the learning rate rise
 over the first two epochs. At the paper's rate a VGG-16 hardly learns in the first epochs, for longer with some seeds
