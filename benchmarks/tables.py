@@ -330,10 +330,17 @@ def command(study: str, file: str) -> str:
 
 
 def missing_studies() -> str:
-    """Studies that have no table, and how to run them."""
+    """Studies that have no table, and arms that are missing in those that have one."""
     titles = {name: f"`{name}` ({comparison.title})" for name, comparison in COMPARISONS.items()}
     choosing = [titles[name] for name in COMPARISONS if COMPARISONS[name].held_out and not selection_table(name)]
     parts = [f"{', '.join(choosing)}: `{command('STUDY', 'selection')}`."] if choosing else []
+    runs = json.loads((ROOT / "results" / "selection.json").read_text())["runs"]
+    begun = {run["flags"] for run in runs}
+    for name, comparison in COMPARISONS.items():
+        usual = list(comparison.arms.items())[: comparison.usual]
+        lacking = [arm for arm, flags in usual if flags not in begun]
+        if comparison.held_out and lacking and selection_table(name):
+            parts.append(f"Of `{name}`: {'; '.join(lacking)}.")
     if not cifar_table():
         parts.append(f"{titles['table']}: `{command('table', 'cifar')}`.")
     return " ".join(parts) or "Nothing."

@@ -75,8 +75,9 @@ def test_runs_to_time_epochs_by_are_not_those_that_shared_the_gpu(monkeypatch, t
     monkeypatch.setattr(arms, "run_training", run_training)
     out, flags = tmp_path / "found.json", arms.COMPARISONS["folding"].arms
     arms.main(["folding", "--out", str(out), "--runs", str(tmp_path), "--seeds", "1", "--workers", "2"])
-    assert len(set(folders)) == 4
-    assert sum(folder.startswith("time-") and "folded" in folder for folder in folders) == 1
+    fused, folded = (words.replace("--", "").replace(" ", "-") for words in (flags["fused"], flags["folded"]))
+    names = [f"{name}-val-split-5000-seed-0-epochs-40" for name in (folded, fused)]
+    assert sorted(folders) == sorted([*names, *(f"time-{name}" for name in names)])
     assert json.loads(out.read_text())["epoch_seconds"] == {flags["fused"]: 1.0, flags["folded"]: 1.0}
 
 
