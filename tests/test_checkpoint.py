@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from torch.nn.utils import prune
 
 import dyrep
 from dyrep.errors import CheckpointError
+from dyrep.files import PARTIAL
 
 
 def net(channels=6):
@@ -39,6 +41,30 @@ def test_structure_and_every_tensor_come_back(evolved, tmp_path):
     ours, theirs = evolved.state_dict(), twin.state_dict()
     assert list(ours) == list(theirs)
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+KILLED = """
+import resource, signal, sys
+from torch import nn
+import dyrep
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python would raise instead of dying
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+dyrep.save(nn.Conv2d(8, 64, 3), sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no limits on the size of files")
+def test_a_kill_while_writing_leaves_nothing_but_what_runs_clean_up(tmp_path):
+    dead = subprocess.run([sys.executable, "-c", KILLED, tmp_path / "model.safetensors"], check=False)
+    assert dead.returncode == -signal.SIGXFSZ
+    assert [path.suffix for path in tmp_path.iterdir()] == [PARTIAL]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no such permissions")
+def test_saved_files_can_be_read_by_whom_new_files_can(evolved, tmp_path):
+    (tmp_path / "other").touch()
+    saved = dyrep.save(evolved, tmp_path / "model.safetensors")
+    assert saved.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_loading_gives_a_differently_evolved_model_the_structure_of_the_file(evolved, tmp_path):
@@ -91,7 +117,7 @@ def test_a_failed_save_leaves_the_old_file_and_no_litter(evolved, tmp_path, monk
     def fail(*_, **__):
         raise OSError("disk full")
 
-    monkeypatch.setattr("dyrep.checkpoint.save_file", fail)
+    monkeypatch.setattr("pathlib.Path.write_bytes", fail)
     with pytest.raises(OSError, match="disk full"):
         dyrep.save(evolved, path)
     assert path.read_bytes() == before

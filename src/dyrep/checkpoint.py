@@ -11,7 +11,7 @@ from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as serialized
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,8 +58,10 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
             tensors[key] = value.detach().contiguous().clone()
     about = {"format": FORMAT, "structure": structure(model), "aliases": aliases}
     with replacing(path) as temporary:
-        # one key: several would be written in any order, and equal models would give files that differ
-        save_file(tensors, temporary, metadata={"dyrep": json.dumps(about)})
+        # Not by safetensors' save_file: that has a temporary file of its own, which a kill would leave behind under a
+        # name nobody looks for, and which only its owner may read. One key of metadata: several would be written in any
+        # order, and equal models would give files that differ.
+        temporary.write_bytes(serialized(tensors, metadata={"dyrep": json.dumps(about)}))
     return path
 
 
