@@ -132,6 +132,7 @@ def delay_on_rank(rank, init_file, out):
         assert len(plain[0].weight._backward_hooks) == 1
         wrapper.zero_grad(set_to_none=False)  # gradients stay where they are, which has to be the new buffer
         loss_of(wrapper, batch).backward()
+        dist.barrier()  # torch begins to reduce these and waits for nothing
         torch.save({name: p.grad.clone() for name, p in plain.named_parameters()}, f"{out}/{rank}.pt")
 
 

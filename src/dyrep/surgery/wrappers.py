@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -120,6 +121,9 @@ def _take_delayed_(wrapper: DistributedDataParallel) -> dict[str, Any]:
     The hook that reduces them is removed: a new wrapper registers its own.
     """
     delayed = {id(parameter) for parameter in wrapper._delay_all_reduce_params}
+    if delayed:  # nobody waits for what that hook has begun, and gradients are about to be copied
+        device = wrapper._delay_all_reduce_params[0].device
+        dist.barrier(wrapper.process_group, device_ids=[device.index] if device.type == "cuda" else None)
     named = [(name, p) for name, p in wrapper.module.named_parameters() if id(p) in delayed]
     for parameter in wrapper.module.parameters() if delayed else ():
         hooks = parameter._backward_hooks or {}
