@@ -3,6 +3,7 @@
 import random
 import signal
 import subprocess
+import time
 
 import pytest
 from engine_helpers import EVERY_STEP, FLAGS, SMALL, STEPS, assert_same, lines, result, start, wait_until
@@ -122,6 +123,13 @@ def test_lines_torn_by_several_kills_in_a_row_do_not_make_a_log_unreadable(tmp_p
 # -- at random moments ------------------------------------------------------------------------------------------
 
 
+def seconds_of(driver, flags, out):
+    """How long an uninterrupted run takes here, to kill others within that time on fast machines and slow ones."""
+    began = time.monotonic()
+    assert driver(flags, out) == 0
+    return time.monotonic() - began
+
+
 def kill_until_done(flags, out, folder, delay, at_most):
     """Start a run again and again, killing it some time after its first checkpoint; how often it was killed."""
 
@@ -148,10 +156,10 @@ def kill_until_done(flags, out, folder, delay, at_most):
 
 @pytest.mark.slow
 def test_the_command_killed_at_random_moments(driver, noisy_net, tmp_path):
-    assert driver(LONGER, tmp_path / "whole") == 0
+    latest = 0.1 * seconds_of(driver, LONGER, tmp_path / "whole")
     draw = random.Random(0)
     often = f"{LONGER} --checkpoint-minutes 0.001"
-    kills = kill_until_done(often, tmp_path / "run", noisy_net, lambda: draw.uniform(0, 0.4), at_most=2)
+    kills = kill_until_done(often, tmp_path / "run", noisy_net, lambda: draw.uniform(0, latest), at_most=2)
     assert kills == 2
     first, *resumed = lines(tmp_path / "run" / "sessions.jsonl")
     assert (first["epoch"], first["step"]) == (0, 0)
@@ -162,22 +170,23 @@ def test_the_command_killed_at_random_moments(driver, noisy_net, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_killed_at_many_random_moments(driver, noisy_net, tmp_path):
-    assert driver(LONGER, tmp_path / "whole") == 0
+    latest = 0.1 * seconds_of(driver, LONGER, tmp_path / "whole")
     for seed, minutes in ((1, 0.0), (2, 0.001)):
         draw, out = random.Random(seed), tmp_path / f"run{seed}"
         flags = f"{LONGER} --checkpoint-minutes {minutes}"
-        assert kill_until_done(flags, out, noisy_net, lambda: draw.uniform(0, 0.4), at_most=6) > 2  # noqa: B023
+        assert kill_until_done(flags, out, noisy_net, lambda: draw.uniform(0, latest), at_most=6) > 2  # noqa: B023
         assert_same(result(out), result(tmp_path / "whole"))
 
 
 @pytest.mark.slow
 def test_small_runs_killed_at_many_random_moments(driver, whole_small, tmp_path):
+    latest = 1.2 * seconds_of(driver, SMALL, tmp_path / "whole")
     draw = random.Random(3)
     kills = 0
     for number in range(25):
         out = tmp_path / str(number)
         flags = f"{SMALL} --checkpoint-minutes {draw.choice([0, 0.0005, 0.002])}"
-        while (status := driver(flags, out, after=draw.uniform(0.05, 1.0))) != 0:
+        while (status := driver(flags, out, after=draw.uniform(0.05, 1) * latest)) != 0:
             assert status == -signal.SIGKILL, driver.said
             kills += 1
         assert_same(result(out), whole_small)
