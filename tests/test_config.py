@@ -41,6 +41,8 @@ from dyrep.errors import ConfigError
         ({"exclude": (3,)}, r"exclude=\(3,\)"),
         ({"macs_limit": 0.5}, r"macs_limit=0\.5"),
         ({"max_depth": 0}, r"max_depth=0"),
+        ({"absorb_after": 0}, r"absorb_after=0"),
+        ({"absorb_after": 9, "total": 9}, r"absorb_after=9 leaves nothing to train, as total=9"),
         ({"top_k": 0}, r"top_k=0"),
         ({"width": 0}, r"width=0"),
         ({"drift_tolerance": 0}, r"drift_tolerance=0"),
@@ -62,6 +64,16 @@ def test_updates_are_due_at_multiples_of_the_interval_but_not_at_the_very_end():
 def test_start_and_stop_bound_the_updates():
     config = DyRepConfig(interval=2, start=3, stop=8)
     assert [n for n in range(1, 15) if config.is_due(n)] == [5, 7]
+
+
+def test_there_is_no_update_once_all_branches_are_absorbed():
+    config = DyRepConfig(interval=2, absorb_after=6)
+    assert [n for n in range(1, 15) if config.is_due(n)] == [2, 4]
+
+
+def test_branches_that_were_there_from_the_start_can_be_absorbed_without_any_update_before():
+    config = DyRepConfig(interval=20, absorb_after=3, total=10)
+    assert not any(config.is_due(n) for n in range(11))
 
 
 def test_branches_begin_with_the_papers_gamma_whoever_grows_them():
@@ -100,9 +112,9 @@ def test_settings_survive_json():
 
 
 def test_unknown_settings_are_refused_with_the_list():
-    with pytest.raises(ConfigError, match=r"unknown settings foo; valid are branches,"):
+    with pytest.raises(ConfigError, match=r"unknown settings foo; valid are absorb_after, branches,"):
         DyRepConfig.paper(foo=1)
-    with pytest.raises(ConfigError, match=r"unknown settings intervall; valid are branches,"):
+    with pytest.raises(ConfigError, match=r"unknown settings intervall; valid are absorb_after, branches,"):
         DyRepConfig.from_dict({"intervall": 3})
 
 

@@ -10,9 +10,15 @@ from torch import nn
 
 import dyrep
 from dyrep import DyRep, DyRepConfig, scoring
+from dyrep.block import RepConv
 from dyrep.errors import (
+    CalibrationError,
+    EditRolledBackWarning,
+    NoUpdateWarning,
     ScoreNoiseWarning,
+    SettingsChangedWarning,
 )
+from dyrep.surgery.lengths import turning_scale
 from training import make_batches, start, train_epoch
 
 BATCHES = make_batches()
@@ -92,6 +98,61 @@ def test_steps_can_be_the_unit():
             happened.append(len(controller.step_end(BATCHES)))
         assert controller.epoch_end(BATCHES) == []
     assert [i + 1 for i, n in enumerate(happened) if n] == [4, 8]
+
+
+@pytest.mark.parametrize("unit", ["epoch", "step"])
+def test_all_branches_are_absorbed_on_time_and_training_goes_on_plain(unit):
+    after = 5 if unit == "epoch" else 2 * len(BATCHES)
+    model, optimizer, controller = start(unit=unit, absorb_after=after, cut="none", origin_norm="calibrated")
+    plain, edits = {id(p) for p in model.parameters()}, []
+    for _ in range(6):
+        model.train()
+        for batch in BATCHES:
+            train_epoch(model, optimizer, [batch])
+            edits.append(controller.step_end(BATCHES))
+        edits.append(controller.epoch_end(BATCHES))
+    edits = [made for made in edits if made]
+    assert all(edit.kind == "expand" for made in edits[:-1] for edit in made)
+    assert any(".branches." in edit.layer for made in edits[:-1] for edit in made)
+    assert [edit.kind for edit in edits[-1]] == ["cut"] * 3  # once for every layer, with what is nested in it
+    assert all(edit.detail["drift"] < 1e-5 and edit.detail["importances"] for edit in edits[-1])
+    assert dyrep.structure(model)["blocks"] == {}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == plain
+    assert all("momentum_buffer" in optimizer.state[p] for p in model.parameters())
+    assert controller.events[-1]["macs"] == controller.events[-1]["plain_macs"]
+    assert controller.scorer.read().steps == 0  # nothing is scored any more, as nothing will grow
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_absorbed_kernels_learn_as_fast_as_their_blocks_where_a_norm_follows(training):
+    model, optimizer, controller = start(top_k=3, max_depth=1, gamma=1.0, origin_norm="calibrated")
+    train_epoch(model, optimizer, BATCHES)
+    assert len(controller.update(BATCHES)) == 3
+    blocks = {name: model.get_submodule(name) for name in ("0", "3", "5")}
+    scales = {name: turning_scale(block, torch.Generator().manual_seed(0)) for name, block in blocks.items()}
+    folded = {name: dyrep.deploy(model).get_submodule(name).weight for name in blocks}
+    model.train(training)  # many evaluate before they call epoch_end
+    controller.absorb(BATCHES)
+    for name, conv in blocks.items():
+        scale = 1 if name == "3" else scales[name].float()  # no norm reads what 3 puts out
+        torch.testing.assert_close(conv.weight, folded[name] * scale)
+    assert all(float(scale) < 0.9 for scale in scales.values())
+
+
+def test_without_batches_absorbing_is_exact_too():
+    model, optimizer, controller = start(origin_norm="calibrated")
+    train_epoch(model, optimizer, BATCHES)
+    controller.update(BATCHES)
+    before = model.eval()(BATCHES[0][0])
+    assert len(controller.absorb()) == 1
+    torch.testing.assert_close(model(BATCHES[0][0]), before, rtol=1e-5, atol=1e-5)
+
+
+def test_absorbing_a_plain_network_changes_nothing():
+    model, _, controller = start()
+    before = [parameter.clone() for parameter in model.parameters()]
+    assert controller.absorb(BATCHES) == []
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
 def test_scores_start_over_after_an_update():
@@ -247,3 +308,52 @@ def test_a_budget_is_kept_without_padding_too():
         train_epoch(model, optimizer, BATCHES)
         controller.epoch_end(BATCHES)
     assert 1.0 < controller.events[-1]["macs"] / controller.events[-1]["plain_macs"] <= 3.0
+
+
+def test_what_could_not_be_absorbed_on_time_is_absorbed_later():
+    model, optimizer, controller = start(top_k=3, max_depth=1, absorb_after=2)
+    train_epoch(model, optimizer, BATCHES)
+    assert len(controller.epoch_end(BATCHES)) == 3
+    spoiled = [(torch.full_like(images, float("nan")), labels) for images, labels in BATCHES]
+    with pytest.warns(UserWarning, match="not finite"):
+        assert controller.epoch_end(spoiled) == []
+    with pytest.raises(CalibrationError):
+        controller.epoch_end([object()])
+    assert len(controller.epoch_end(BATCHES)) == 3
+    assert dyrep.structure(model)["blocks"] == {}
+    made = controller.updates
+    assert controller.epoch_end(BATCHES) == []
+    assert controller.updates == made
+
+
+def test_a_run_resumed_with_an_earlier_end_of_its_branches_absorbs_them_at_once():
+    model, optimizer, controller = start(top_k=3, max_depth=1)
+    for _ in range(3):
+        train_epoch(model, optimizer, BATCHES)
+        controller.epoch_end(BATCHES)
+    state, weights = controller.state_dict(), model.state_dict()
+    model, optimizer, controller = start(top_k=3, max_depth=1, absorb_after=2)
+    with pytest.warns(SettingsChangedWarning, match="absorb_after"):
+        controller.load_state_dict(state)
+    model.load_state_dict(weights)
+    assert [edit.kind for edit in controller.epoch_end(BATCHES)] == ["cut"] * 3
+    assert controller.epoch_end(BATCHES) == []
+
+
+def test_an_edit_that_had_to_be_undone_is_not_tried_over_and_over():
+    model, optimizer, controller = start(top_k=3, max_depth=1, absorb_after=2, drift_tolerance=1e-3)
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+    conv = model[3]
+    conv.register_forward_hook(lambda conv, _, output: output if isinstance(conv, RepConv) else 2 * output)
+    with pytest.warns(EditRolledBackWarning, match="cut 3"):
+        assert [edit.layer for edit in controller.epoch_end(BATCHES)] == ["0", "5"]
+    assert controller.epoch_end(BATCHES) == []
+    assert list(dyrep.structure(model)["blocks"]) == ["3"]
+
+
+def test_nothing_to_absorb_because_nothing_has_grown_is_said():
+    _, _, controller = start(interval=5, absorb_after=2)
+    assert controller.epoch_end(BATCHES) == []
+    with pytest.warns(NoUpdateWarning, match=r"no branches to absorb after 2 epochs \(absorb_after\)"):
+        controller.epoch_end(BATCHES)

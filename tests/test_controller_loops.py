@@ -123,6 +123,21 @@ def test_a_moving_average_follows_every_edit_and_keeps_its_own_function(kind):
     assert dyrep.verify(inner, dyrep.deploy(inner), BATCHES[0]).passed
 
 
+def test_a_moving_average_is_rescaled_with_the_model_when_all_is_absorbed():
+    """Otherwise it would mix kernels of two lengths with statistics that do not fit their sum."""
+    model = make_net()
+    dyrep.convert_(model, "dbb7", replace="conv")
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    controller = DyRep(model, optimizer, DyRepConfig(), ema=average)
+    train_epoch(model, optimizer, BATCHES)
+    average.load_state_dict(model.state_dict())
+    folded = dyrep.deploy(model)
+    controller.absorb(BATCHES)
+    assert not torch.allclose(model[0].weight, folded[0].weight, rtol=0.1)
+    torch.testing.assert_close(average.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("whole_epoch", [False, True])
 def test_updates_inside_an_autocast_context_are_made_and_measured_in_full_precision(whole_epoch):
     model, optimizer, controller = start(score="invariant")

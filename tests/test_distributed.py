@@ -7,7 +7,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dyrep
 from dyrep.errors import DesyncError
-from training import make_batches, make_net, member, train_epoch
+from dyrep.surgery.ranks import average_
+from training import loss_of, make_batches, make_net, member, train_epoch
 
 
 def run_rank(rank, init_file, out, in_place):
@@ -50,6 +51,34 @@ def test_two_ranks_decide_alike_and_end_with_identical_weights(tmp_path, in_plac
         assert torch.equal(first["model"][key], second["model"][key]), key
     assert (tmp_path / "rank0.jsonl").exists()
     assert not (tmp_path / "rank1.jsonl").exists()
+
+
+def run_absorbing_rank(rank, init_file, out):
+    """Without a wrapper, which would give every rank the weights of the first one."""
+    with member(rank, init_file):
+        model = make_net()
+        dyrep.convert_(model, "dbb7", replace="conv", generator=torch.Generator().manual_seed(0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(absorb_after=1))
+        batches = make_batches(seed=rank)
+        for batch in batches:
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            average_([parameter.grad for parameter in model.parameters()])
+            optimizer.step()
+        if rank:
+            model[1].running_var[0] = 0  # as of a channel that is constant here alone
+        assert len(controller.epoch_end(batches)) == 3
+        buffers = {f"{name} momentum": optimizer.state[p]["momentum_buffer"] for name, p in model.named_parameters()}
+        torch.save({**dict(model.named_parameters()), **buffers}, f"{out}/rank{rank}.pt")
+
+
+def test_ranks_absorb_alike_though_their_statistics_differ(tmp_path):
+    mp.spawn(run_absorbing_rank, args=(tmp_path / "init", str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert list(first)[: len(first) // 2] == list(dict(make_net().named_parameters()))
+    for name, parameter in first.items():
+        assert torch.equal(parameter, second[name]), name
 
 
 def run_disagreeing_rank(rank, init_file):

@@ -44,3 +44,16 @@ def test_averages_of_something_else_are_refused():
         Followers(model, ema="ema")
     with pytest.raises(StructureError, match="layer '0' of the copy does not exist"):
         Followers(model, ema=nn.Sequential())
+
+
+def test_an_average_without_the_norm_that_makes_up_for_another_length_is_refused_and_stays():
+    model = make_net()
+    average = copy.deepcopy(model)
+    average[1] = nn.Identity()
+    followers = Followers(model, ema=average)
+    before = copy.deepcopy(average.state_dict())
+    with pytest.raises(
+        StructureError, match=r"layer '0' .* norm '1', and the average has a Identity without statistics"
+    ):
+        followers.follow_(model, {"0": ("1", torch.full((8,), 0.5))})
+    torch.testing.assert_close(average.state_dict(), before, rtol=0, atol=0)

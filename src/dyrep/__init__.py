@@ -10,15 +10,16 @@ from dyrep.errors import DyRepError
 from dyrep.events import read_events
 from dyrep.execution import EXECUTIONS
 from dyrep.exporting import ExportReport, export
-from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_, start_as_
+from dyrep.methods import METHODS, RepNAS, RepNASConfig, convert_
 from dyrep.norm import sync_norms_
 from dyrep.scoring import SCORES
+from dyrep.surgery.copies import follow_
 from dyrep.surgery.costs import Costs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.executing import set_execution_
 from dyrep.surgery.folding import FoldReport, deploy, verify
 from dyrep.surgery.statistics import update_norms_
-from dyrep.surgery.structure import follow_, prepare_, restructure_, structure
+from dyrep.surgery.structure import prepare_, restructure_, structure
 from dyrep.surgery.targets import Target, targets
 from dyrep.surgery.timing import measure_executions
 
@@ -57,7 +58,6 @@ __all__ = [
     "restructure_",
     "save",
     "set_execution_",
-    "start_as_",
     "structure",
     "sync_norms_",
     "targets",

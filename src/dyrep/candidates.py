@@ -14,7 +14,7 @@ from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
 from dyrep.surgery.structure import structure
-from dyrep.surgery.targets import Target, is_inside, targets
+from dyrep.surgery.targets import Target, is_inside, outermost, targets
 
 
 class Candidates:
@@ -70,18 +70,21 @@ class Candidates:
 
     def trains(self, layer: str) -> bool:
         """Whether the optimizer holds a layer, or the one that its block has grown from."""
-        outermost = self._model.get_submodule(layer.partition(".branches.")[0])
-        return locate(self._optimizer, cast(Tensor, outermost.weight)) is not None
+        root = outermost(self._model, layer)
+        return root is not None and self._holds(root)
+
+    def _holds(self, conv: str) -> bool:
+        return locate(self._optimizer, cast(Tensor, self._model.get_submodule(conv).weight)) is not None
 
     def own_structure(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved structure, but for layers that another optimizer trains: these stay as they are."""
         if not isinstance(saved["blocks"], Mapping):
             return dict(saved)  # which is refused for what it is
-        here, known = structure(self._model)["blocks"], {name for name, _ in self._model.named_modules()}
+        here = structure(self._model)["blocks"]
         own = {
             name: block
             for name, block in saved["blocks"].items()
-            if name.partition(".branches.")[0] not in known or self.trains(name)
+            if (root := outermost(self._model, name)) is None or self._holds(root)  # what is unknown is refused later
         }
         return {**saved, "blocks": {**own, **{name: block for name, block in here.items() if not self.trains(name)}}}
 

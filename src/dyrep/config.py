@@ -31,6 +31,7 @@ PAPER: dict[str, Any] = {
     "regrow": False,
     "per_mac": False,
     "macs_limit": None,
+    "absorb_after": None,
 }
 """What the paper says, whatever the defaults are."""
 
@@ -41,7 +42,7 @@ class DyRepConfig:
 
     Attributes:
         interval: epochs (or steps) between updates, the paper's t: 15 on CIFAR, 5 on ImageNet.
-        unit: what `interval`, `start`, `stop` and `total` count: ``"epoch"`` or ``"step"``.
+        unit: what `interval`, `start`, `stop`, `total` and `absorb_after` count: ``"epoch"`` or ``"step"``.
         start: no update up to here; intervals are counted from here.
         stop: no update after this (default: never stop).
         total: length of the training, if known; then there is no update at its very end, where it could not pay.
@@ -58,10 +59,13 @@ class DyRepConfig:
         cut_threshold: λ, the spread of importances above which branches are cut.
         max_depth: deepest nesting: 1 expands the model's own convolutions alone, None sets no limit.
         square_only: expand only kernels with equal sides.
-        regrow: let a block whose branches were cut grow them again. Its origin no longer has a scale-free weight, so
-            its score is not comparable with those of other convolutions under every metric.
+        regrow: let a block grow what it lacks: branches that were cut, or that it did not begin with. Its origin no
+            longer has a scale-free weight, so its score is not comparable with those of other convolutions under every
+            metric.
         per_mac: rank operations by score per added multiply-add.
         macs_limit: most multiply-adds in training, as a multiple of the plain model's (default: no limit).
+        absorb_after: absorb every branch after so many epochs (or steps); the rest of training is that of the plain
+            network, at its cost (default: never).
         include: expand only layers that match one of these patterns (``"backbone.*"``).
         exclude: never expand layers that match one of these.
         grasp_batches: batches for the second-order score.
@@ -95,6 +99,7 @@ class DyRepConfig:
     regrow: bool = False
     per_mac: bool = False
     macs_limit: float | None = None
+    absorb_after: int | None = None
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     grasp_batches: int = 1
@@ -130,7 +135,18 @@ class DyRepConfig:
         """Whether an update belongs after this many epochs (or steps)."""
         if count <= self.start or (count - self.start) % self.interval:
             return False
-        return (self.stop is None or count <= self.stop) and (self.total is None or count < self.total)
+        ends = [end for end in (self.total, self.absorb_after) if end is not None]
+        return (self.stop is None or count <= self.stop) and all(count < end for end in ends)
+
+    @property
+    def grows(self) -> bool:
+        """Whether there will ever be an update.
+
+        Example:
+            >>> DyRepConfig(interval=5).grows, DyRepConfig(interval=5, absorb_after=3).grows
+            (True, False)
+        """
+        return self.is_due(self.start + self.interval)
 
     @property
     def patterns(self) -> LayerPatterns:
@@ -142,7 +158,7 @@ class DyRepConfig:
             require_whole(name, getattr(self, name), 1)
         for name in ("start", "seed"):
             require_whole(name, getattr(self, name), 0)
-        for name in ("stop", "total", "max_depth"):
+        for name in ("stop", "total", "max_depth", "absorb_after"):
             value = getattr(self, name)
             require(name, value, "None or a whole number of at least 1", value is None or is_whole(value, 1))
         for name, valid in (
@@ -165,8 +181,13 @@ class DyRepConfig:
         patterns = self.patterns  # which checks them
         object.__setattr__(self, "include", tuple(patterns.include))
         object.__setattr__(self, "exclude", tuple(patterns.exclude))
+        if self.absorb_after is not None and self.total is not None and self.absorb_after >= self.total:
+            raise ConfigError(
+                f"absorb_after={self.absorb_after} leaves nothing to train, as total={self.total}: give a smaller one, "
+                "or None to keep branches to the end"
+            )
         ends = [end for end in (self.stop, None if self.total is None else self.total - 1) if end is not None]
-        if ends and self.start + self.interval > min(ends):
+        if self.absorb_after is None and ends and not self.grows:
             raise ConfigError(
                 f"no update would ever be due: the first comes after {self.start + self.interval} {self.unit}s, and "
                 f"none may come after {min(ends)} (interval={self.interval}, start={self.start}, stop={self.stop}, "

@@ -35,7 +35,7 @@ from dyrep.surgery.preserve import Forward, iterate, preserved_randomness
 from dyrep.surgery.structure import restructure_, structure, touched
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare
-from dyrep.updating import Updater
+from dyrep.updating import Update, Updater
 
 
 class DyRep:
@@ -106,7 +106,7 @@ class DyRep:
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
-        self.scorer.watch(self._candidates.operations())
+        self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
 
@@ -142,17 +142,32 @@ class DyRep:
                 NoUpdateWarning,
                 stacklevel=2,
             )
-        due = self.config.unit == "epoch" and self.config.is_due(self.epoch)
-        return self.update(batches) if due else []
+        return self._change_if_due("epoch", self.epoch, batches)
 
     def step_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Call after every optimizer step with ``unit="step"``; updates the structure if that is due."""
         self.step += 1
-        due = self.config.unit == "step" and self.config.is_due(self.step)
-        return self.update(batches) if due else []
+        return self._change_if_due("step", self.step, batches)
+
+    def _change_if_due(self, unit: str, count: int, batches: Iterable[Any] | None) -> list[Edit]:
+        if self.config.unit != unit:
+            return []
+        if count == self.config.absorb_after:
+            self._overdue = True
+            if not self.updates and not structure(self.model)["blocks"]:
+                warnings.warn(
+                    f"there are no branches to absorb after {count} {unit}s (absorb_after): nothing has grown so far, "
+                    "and nothing will from now on. Let the first update come before, with start and interval, or "
+                    "begin with branches, see dyrep.convert_",
+                    NoUpdateWarning,
+                    stacklevel=3,
+                )
+        if self._overdue:
+            return self.absorb(batches)
+        return self.update(batches) if self.config.is_due(count) else []
 
     def update(self, batches: Iterable[Any] | None = None) -> list[Edit]:
-        """Expand and cut now, whatever the schedule says.
+        """Expand and cut now, whatever the schedule says; past ``absorb_after`` nothing is scored that could grow.
 
         Up to ``calibration_batches`` batches are held in memory meanwhile.
 
@@ -161,6 +176,36 @@ class DyRep:
                 disagree. After any error the model and its optimizer are as they were, unless it came from writing the
                 log of an update that was made.
         """
+
+        def change(model: nn.Module, data: list[Any] | None) -> tuple[Update, dict[str, Any]]:
+            scores, seen = self.scorer.scores(model, data, self._seed(stream=1))
+            made = self._updater.update(model, scores, data, self._seed(stream=0))
+            return made, {"scores": scores, "scored_steps": seen.steps, "skipped_steps": seen.skipped}
+
+        return self._change(batches, change)
+
+    def absorb(self, batches: Iterable[Any] | None = None) -> list[Edit]:
+        """Absorb all branches now, whatever the schedule says; what is left is the plain network, which goes on.
+
+        Where a batch norm reads what a block puts out, the kernel is scaled so that it goes on learning as fast as the
+        block did, and that norm's statistics follow: folded as it is, it would turn several times slower. Kernels go on
+        with the momentum of their blocks.
+
+        Returns:
+            What was changed; empty when there are no branches.
+
+        Raises:
+            DyRepError: the data does not serve, or ranks disagree; the model and its optimizer are as they were.
+        """
+        none = {"scores": {}, "scored_steps": 0, "skipped_steps": 0}
+        return self._change(batches, lambda model, data: (self._updater.absorb(model, data), none))
+
+    def _change(
+        self,
+        batches: Iterable[Any] | None,
+        change: Callable[[nn.Module, list[Any] | None], tuple[Update, dict[str, Any]]],
+    ) -> list[Edit]:
+        """Change the structure, let everything that belongs to the model follow, and log it."""
         began = time.perf_counter()
         model = bare(self.model)
         if ranks.distributed(self._distributed):  # what is folded must be the same everywhere
@@ -169,15 +214,14 @@ class DyRep:
             data = None if batches is None else self._read(batches)
             if self._updater.plain_macs is None:
                 self._updater.costs(model, data)
-            scores, seen = self.scorer.scores(model, data, self._seed(stream=1))
-            made = self._updater.update(model, scores, data, self._seed(stream=0))
+            made, grounds = change(model, data)
         if made.edits:
             try:
-                self.model = self._followers.follow_(self.model)
+                self.model = self._followers.follow_(self.model, made.rescaled)
             except BaseException:
                 made.guard.undo_all()
                 raise
-        self.scorer.watch(self._candidates.operations())
+        self._watch()
         self.updates += 1
         self._log.write(
             "update",
@@ -187,9 +231,7 @@ class DyRep:
             edits=[edit.as_dict() for edit in made.edits],
             rolled_back=[edit.as_dict() for edit in made.undone],
             rejected=self._candidates.rejected,
-            scores=scores,
-            scored_steps=seen.steps,
-            skipped_steps=seen.skipped,
+            **grounds,
             importances=made.importances,
             structure=structure(model),
             parameters=count_parameters(model),
@@ -251,13 +293,24 @@ class DyRep:
             raise
         set_clocks_(model, state.get("clocks", {}))
         self._candidates.rejected = dict(state["rejected"])
-        self.scorer.watch(self._candidates.operations())
-        self.scorer.load_state_dict(state["scorer"])
         counters = state["counters"]
         self.epoch, self.step, self.updates = counters["epoch"], counters["step"], counters["updates"]
+        self._watch()
+        self.scorer.load_state_dict(state["scorer"])
         self._updater.plain_macs = state["plain_macs"]
         self._warn_about_settings(state["config"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=self.step, update=self.updates)
+
+    def _watch(self) -> None:
+        """Score what could grow from now on; nothing once all branches are to be absorbed for good, as that costs time.
+
+        Branches that should be gone by then, but were left by an update that failed, or in a run that is resumed with
+        other settings, are absorbed at the next occasion.
+        """
+        count = self.epoch if self.config.unit == "epoch" else self.step
+        over = self.config.absorb_after is not None and count >= self.config.absorb_after
+        self._overdue = over and bool(self._updater.absorbable(bare(self.model)))
+        self.scorer.watch({} if over else self._candidates.operations())
 
     def _read(self, batches: Iterable[Any]) -> list[Any]:
         wanted = max(self.config.calibration_batches, self.config.grasp_batches)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from dyrep.block import RepConv
 from dyrep.errors import ConfigError, StructureError
+from dyrep.surgery.copies import check_copy, follow_, inside
 from dyrep.surgery.executing import set_execution_
-from dyrep.surgery.structure import check_copy, follow_, inside, structure
+from dyrep.surgery.lengths import rescale_
+from dyrep.surgery.structure import structure
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, find_ddp, rewrap_ddp_
 
@@ -57,18 +59,26 @@ class Followers:
         self._execution = {"execution": execution} if isinstance(execution, str) else execution
         self._run_blocks(model)
 
-    def follow_(self, trained: nn.Module) -> nn.Module:
+    def follow_(self, trained: nn.Module, rescaled: Mapping[str, tuple[str, Tensor]] | None = None) -> nn.Module:
         """Take on the structure that a model has now, and return the model to train.
+
+        Args:
+            trained: the model, with its wrapper.
+            rescaled: convolutions whose channels were multiplied, with the norm that makes up for it and by what.
 
         After an error averages and the wrapper are as they were; the model itself is for the caller to put back.
         """
         model = bare(trained)
-        before = [_before_following(average, model) for average in self._averages]
+        rescaled = rescaled or {}
+        norms = [norm for norm, _ in rescaled.values()]
+        before = [_before_following(average, model, norms) for average in self._averages]
         executions = [(block, block.execution) for block in model.modules() if isinstance(block, RepConv)]
         try:
             self._run_blocks(model)
             for average in self._averages:
-                follow_(average, model)
+                inner = inside(follow_(average, model), model)
+                for layer, (norm, factors) in rescaled.items():
+                    rescale_(inner.get_submodule(layer), _reader(inner, norm, layer), factors)
             if self._wrap is not None:
                 return self._wrap(model)
             ddp = find_ddp(trained)
@@ -103,8 +113,19 @@ def _averages(ema: Any, model: nn.Module) -> list[nn.Module]:
     return averages
 
 
-def _before_following(average: nn.Module, model: nn.Module) -> Snapshot:
+def _reader(average: nn.Module, norm: str, layer: str) -> nn.Module:
+    """The norm of an average that makes up for kernels of another length."""
+    found = average.get_submodule(norm)
+    if not isinstance(found, nn.modules.batchnorm._NormBase) or found.running_var is None:
+        raise StructureError(
+            f"layer {layer!r} is absorbed together with the norm {norm!r}, and the average has a "
+            f"{type(found).__name__} without statistics in its place: make the average a copy of the model"
+        )
+    return found
+
+
+def _before_following(average: nn.Module, model: nn.Module, norms: Iterable[str]) -> Snapshot:
     """What an average looks like before it takes on the structure of the model."""
     inner = inside(average, model)
-    blocks = {**structure(inner)["blocks"], **structure(model)["blocks"]}
-    return Snapshot([module for name, module in inner.named_modules() if name in blocks], None)
+    touched = {*structure(inner)["blocks"], *structure(model)["blocks"], *norms}
+    return Snapshot([module for name, module in inner.named_modules() if name in touched], None)

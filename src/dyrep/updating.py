@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep import policy
+from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, EditRolledBackWarning, UnreachedLayerError
 from dyrep.guard import EditGuard
 from dyrep.surgery import ranks
+from dyrep.surgery.absorbing import absorb_, reading_norms
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.preserve import Forward, device_of
 from dyrep.surgery.structure import importances, structure
-from dyrep.surgery.targets import Target
+from dyrep.surgery.targets import Target, outermost
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Update:
         importances: of all branches that could be cut, layer by layer.
         macs: multiply-adds of the network afterwards; None if there was no batch to count them on.
         guard: takes all of it back.
+        rescaled: convolutions whose output channels were multiplied: by what, and the norm that makes up for it.
     """
 
     edits: list[Edit]
@@ -43,6 +46,7 @@ class Update:
     importances: dict[str, Mapping[str, float]]
     macs: int | None
     guard: EditGuard
+    rescaled: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
 
 
 class Updater:
@@ -70,6 +74,7 @@ class Updater:
         self._config, self._optimizer, self._candidates = config, optimizer, candidates
         self._forward, self._distributed = forward, distributed
         self.plain_macs: int | None = None
+        self._stuck: set[str] = set()
 
     def update(self, model: nn.Module, scores: Mapping[str, float], data: list[Any] | None, seed: int) -> Update:
         """Expand the best operations of a bare model and absorb its weak branches.
@@ -80,6 +85,65 @@ class Updater:
             data: batches to measure on, if there are any.
             seed: of the new branches' weights.
         """
+
+        def change(guard: EditGuard) -> dict[str, policy.BlockState]:
+            self._grow(model, guard, scores, data, torch.Generator().manual_seed(seed))
+            blocks, grown = self._blocks(model), {edit.layer for edit in guard.done}
+            # what has just grown has not learnt anything yet that it could be judged by
+            judged = {layer: block for layer, block in blocks.items() if layer not in grown}
+            cuts = policy.choose_cuts(judged, rule=self._config.cut, threshold=self._config.cut_threshold)
+            self._cut(model, guard, cuts)
+            return blocks
+
+        return self._watched(model, data, scores, change)
+
+    def absorb(self, model: nn.Module, data: list[Any] | None) -> Update:
+        """Absorb all branches of a bare model, as far as this optimizer trains them.
+
+        Where a batch norm reads the output, the kernel that is left turns as fast as the block did, see `absorb_`. What
+        would change the network's output is undone, and passed over from now on.
+
+        Args:
+            model: the model, changed in place; after an error it is as it was.
+            data: batches to measure on and to find those norms by, if there are any.
+        """
+        rescaled: dict[str, tuple[str, Tensor]] = {}
+
+        def change(guard: EditGuard) -> dict[str, policy.BlockState]:
+            states, blocks = self._blocks(model), self.absorbable(model)
+            norms = reading_norms(model, blocks, data[0] if data else None, self._forward)
+            plan = {layer: norms.get(layer) for layer in blocks}  # ranks have to scale the same ones, together
+            for layer, norm in self._agreed(model, plan, "what to absorb").items():
+                changed = [layer] if norm is None else [layer, norm]
+                if not guard.attempt(changed, lambda: self._absorb(model, layer, norm, rescaled)):  # noqa: B023
+                    rescaled.pop(layer, None)
+                    self._stuck.add(layer)
+            return states
+
+        return replace(self._watched(model, data, {}, change), rescaled=rescaled)
+
+    def absorbable(self, model: nn.Module) -> dict[str, RepConv]:
+        """Blocks of this optimizer that are no part of another one, but for those that turned out not to bear it."""
+        blocks = [name for name in structure(model)["blocks"] if outermost(model, name) == name]
+        own = [name for name in blocks if self._candidates.trains(name) and name not in self._stuck]
+        return {name: cast(RepConv, model.get_submodule(name)) for name in own}
+
+    def _absorb(
+        self, model: nn.Module, layer: str, norm: str | None, rescaled: dict[str, tuple[str, Tensor]]
+    ) -> list[Edit]:
+        edits, factors = absorb_(model, layer, norm, optimizer=self._optimizer, distributed=self._distributed)
+        if norm is not None and factors is not None:
+            rescaled[layer] = norm, factors
+        return [replace(edit, detail={**edit.detail, "why": "as were all others"}) for edit in edits]
+
+    def _watched(
+        self,
+        model: nn.Module,
+        data: list[Any] | None,
+        scores: Mapping[str, float],
+        change: Callable[[EditGuard], dict[str, policy.BlockState]],
+    ) -> Update:
+        """Make a change under watch, and say what came of it and why."""
         guard = EditGuard(
             model,
             self._optimizer,
@@ -91,10 +155,7 @@ class Updater:
         strengths: dict[str, Mapping[str, float]] = {}
         try:
             if guard.healthy:
-                self._grow(model, guard, scores, data, torch.Generator().manual_seed(seed))
-                blocks = self._blocks(model)
-                strengths = {name: block.importances for name, block in blocks.items()}
-                self._cut(model, guard, blocks)
+                strengths = {name: block.importances for name, block in change(guard).items()}
             else:
                 warnings.warn("the model's output is not finite, so its structure stays as it is", stacklevel=4)
             after = self.costs(model, data)
@@ -209,8 +270,7 @@ class Updater:
             distributed=self._distributed,
         )
 
-    def _cut(self, model: nn.Module, guard: EditGuard, blocks: Mapping[str, policy.BlockState]) -> None:
-        cuts = policy.choose_cuts(blocks, rule=self._config.cut, threshold=self._config.cut_threshold)
+    def _cut(self, model: nn.Module, guard: EditGuard, cuts: Mapping[str, list[str]]) -> None:
         for layer, branches in self._agreed(model, cuts, "what to cut").items():
             guard.attempt([layer], lambda: cut_(model, layer, branches, optimizer=self._optimizer))  # noqa: B023
 
@@ -219,5 +279,6 @@ def _explained(edit: Edit, scores: Mapping[str, float], strengths: Mapping[str, 
     """An edit with the reason it was made for."""
     if edit.kind == "expand":
         return replace(edit, detail={"score": scores.get(edit.layer), **edit.detail})
-    cut = {branch: strengths[edit.layer][branch] for branch in edit.branches}
+    known = strengths.get(edit.layer, {})  # a block may be a norm alone
+    cut = {branch: known[branch] for branch in edit.branches}
     return replace(edit, detail={"importances": cut, **edit.detail})

@@ -213,6 +213,12 @@ def test_settings_that_nobody_knows_are_refused_and_missing_ones_have_their_defa
         Recipe.from_dict({"dyrep": {"gama": 1}})
 
 
+def test_recipes_of_earlier_versions_are_read_where_nothing_of_them_is_missing():
+    assert Recipe.from_dict({"epochs": 9, "start_as": None}) == Recipe(epochs=9)
+    with pytest.raises(ConfigError, match="unknown settings start_as"):
+        Recipe.from_dict({"epochs": 9, "start_as": "repvgg"})
+
+
 def test_differences_are_named_with_both_values_also_those_of_the_method():
     other = replace(UNUSUAL, lr=0.05, ema=None, dyrep=replace(UNUSUAL.dyrep, gamma=0.1, branches=None))
     assert UNUSUAL.differences(other) == [

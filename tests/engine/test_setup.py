@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_helpers import make_trainer, small_recipe
 from safetensors.torch import save_file
 
+from dyrep.config import DyRepConfig
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.resources import uses_channels_last
 from dyrep.engine.setup import (
@@ -136,26 +136,17 @@ def test_a_file_of_weights_runs_no_code(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_head_start_is_made_once_of_the_same_random_numbers(tmp_path):
-    plain, started, again = (
-        make_trainer(small_recipe(method="origin", start_as=method), tmp_path / str(number))
-        for number, method in enumerate((None, "repvgg", "repvgg"))
-    )
-    kernels = [trainer.model.conv2.weight for trainer in (plain, started, again)]
-    assert torch.equal(kernels[1], kernels[2])
-    assert not torch.allclose(kernels[0], kernels[1])
-    assert torch.allclose(kernels[0].norm(), kernels[1].norm())
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start_as": "dyrep"}, "cannot start as method 'dyrep'"),
-        ({"start_as": "dbc"}, "dbc"),
-        ({"start_as": "repvgg", "weights": "file.pt"}, "starts at random, and that of weights='file.pt' does not"),
-        ({"start_as": "repvgg", "dataset": "voc"}, "has no use in detection"),
+        ({"start_with": ("5x5",)}, "start_with='5x5': must be one of 1x1, "),
+        ({"start_with": ("1x1",), "weights": "file.pt"}, "starts at random, and that of weights='file.pt' does not"),
+        ({"start_with": "1x1"}, "start_with='1x1': must be a list of branches"),
+        ({"dyrep": DyRepConfig(absorb_after=2), "method": "dbb"}, "absorb_after=2 is for method='dyrep', and this one"),
+        ({"dyrep": DyRepConfig(interval=5, absorb_after=3)}, "absorb_after=3 comes before the first update, after 5 e"),
+        ({"start_with": ("1x1",), "method": "dbb"}, "is for method='dyrep', and this one is 'dbb': leave it out"),
     ],
 )
-def test_head_starts_that_make_no_sense_are_refused(changes, message):
+def test_branches_from_the_start_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         Recipe(**changes)

@@ -49,7 +49,8 @@ CASES = {
     "dyrep-nodep": easy(method="dyrep-nodep", epochs=4, evolution={"cut_threshold": 0}),
     "dyrep-2": easy(method="dyrep-2", epochs=5),
     "fixed": easy(method="fixed", structure=NESTED),
-    "a head start": easy(method="dyrep4", start_as="repvgg"),
+    "with branches from the start": easy(start_with=("1x1", "residual"), evolution={"cut": "none", "regrow": True}),
+    "absorbed": easy(start_with=("1x1-KxK",), epochs=4, evolution={"interval": 9, "absorb_after": 2}),
 }
 BRANCHES = {
     "repvgg": ["1x1", "residual"],
@@ -218,6 +219,8 @@ RESUMED = {
         for name in ("dbb", "orepa", "repnas")
         for changes in ({}, AVERAGED)
     },
+    "from the start": small_recipe(start_with=("1x1", "residual"), evolution={"regrow": True, "absorb_after": 2}),
+    "from the start, average": small_recipe(start_with=("1xK",), evolution={"absorb_after": 1}, **AVERAGED),
     "mobileone": small_recipe(method="mobileone", replace="conv"),
     "mobileone, average": small_recipe(method="mobileone", replace="conv", **AVERAGED),
     "fixed": small_recipe(method="fixed", structure=NESTED),
@@ -320,6 +323,25 @@ def test_dyrep_with_a_number_makes_no_update_after_that_epoch(finished):
     assert [event["epoch"] for event in events_of(folder, "update")] == [1, 2]
     branches = [row["branches"] for row in lines(folder / "metrics.jsonl")]
     assert branches[0] == 0 < branches[1] < branches[2] == branches[3] == branches[4]
+
+
+def test_branches_from_the_start_are_logged_and_others_grow_beside_them(finished):
+    folder, trainer = finished("with branches from the start")
+    (event,) = events_of(folder, "converted")
+    assert {edit["layer"]: edit["branches"] for edit in event["edits"]} == {
+        layer: BRANCHES["repvgg"][: 2 if layer in ("conv2", "conv4", "conv6") else 1] for layer in CONVS
+    }
+    grown = edits_of(folder, "expand")
+    assert len(grown) == 2
+    assert all("1x1-AVG" in edit["branches"] and "1x1" not in edit["branches"] for edit in grown)
+    assert all(block["origin_norm"] for block in dyrep.structure(trainer.model)["blocks"].values())
+
+
+def test_a_run_whose_branches_were_absorbed_ends_plain(finished):
+    folder, _ = finished("absorbed")
+    assert [row["branches"] for row in lines(folder / "metrics.jsonl")] == [6, 6, 0, 0]
+    assert [event["epoch"] for event in events_of(folder, "update")] == [2]
+    assert [edit["layer"] for edit in edits_of(folder, "cut")] == CONVS
 
 
 def test_dyrep_without_cutting_never_cuts_where_dyrep_does(finished, tmp_path):

@@ -130,6 +130,16 @@ def test_patterns_choose_the_layers():
     assert type(model[4]) is nn.BatchNorm2d
 
 
+def test_branches_of_ones_own_take_the_place_of_the_methods_where_they_fit():
+    model = small_net()
+    dyrep.convert_(model, "dbb7", branches=["residual", "1x1"], replace="conv")
+    assert {name: list(block.branches) for name, block in blocks(model).items()} == {
+        "0": ["1x1"],
+        "3": ["residual", "1x1"],
+        "6": ["1x1"],
+    }
+
+
 def test_the_stem_of_a_resnet_stays_plain_unless_asked_for():
     x = torch.randn(2, 3, 32, 32)
     model = build("resnet18", num_classes=10)
@@ -314,6 +324,14 @@ REFUSED = {
         "layer '6': branch 'residual' is not possible",
     ),
     "gamma of zero": ({"gamma": 0.0}, ConfigError, "gamma=0.0: must be a positive, finite number"),
+    "branches for no blocks": ({"method": "origin", "branches": ["1x1"]}, ConfigError, "'origin' has no blocks whose"),
+    "branches that are none": ({"branches": ["1x1", "5x5"]}, ConfigError, r"branches=\['1x1', '5x5'\]: give a list"),
+    "branches that orepa does not know": (
+        {"method": "orepa", "branches": ["1x1", "residual"]},
+        ConfigError,
+        "orepa says nothing of how 'residual' starts; valid are ",
+    ),
+    "no branches": ({"branches": []}, ConfigError, r"branches=\[\]: give a list"),
     "no copies": ({"method": "mobileone", "copies": 0}, ConfigError, "copies=0"),
     "more copies than have names": ({"method": "mobileone", "copies": 100}, DyRepError, "copies=100"),
     "an optimizer that is none": ({"optimizer": object()}, OptimizerError, "object is not a torch.optim.Optimizer"),

@@ -61,6 +61,8 @@ def test_lives_say_why():
     cut = {"kind": "cut", "layer": "a", "branches": ["1x1"], "detail": {"importances": {"1x1": 0.0123}}}
     run = a_run([(1, [], {"edits": [grown]}), (2, [], {"edits": [cut]})])
     assert history.lives(run) == [Life("a", "1x1", 1, 2, "score 1.5", "importance 0.0123, below the mean")]
+    run = a_run([(1, [], {"edits": [grown]}), (2, [], {"edits": [cut | {"detail": {"why": "as were all others"}}]})])
+    assert history.lives(run) == [Life("a", "1x1", 1, 2, "score 1.5", "as were all others")]
     assert "which it was part of" in history.lives(a_run(STORY))[2].end
 
 

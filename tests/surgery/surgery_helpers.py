@@ -143,3 +143,12 @@ OPTIMIZERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-3),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
+
+
+GOOD = {"branches": ["1x1"]}
+"""A block of a structure, as plain data."""
+
+
+def structure_of(blocks) -> dict:
+    """A structure of these blocks."""
+    return {"format": 1, "blocks": blocks}

@@ -217,3 +217,22 @@ def test_a_model_that_fails_is_left_as_it_was():
 def test_batches_of_every_kind_are_taken(batch, forward):
     net = Net(lambda net, x: net.m(net.a(x)))
     assert following_norms(net, {"a": net.a}, batch, forward) == ({"a": "m"}, {})
+
+
+def test_norms_that_need_not_be_replaced_may_be_frozen_or_do_more_but_have_running_statistics():
+    timm = pytest.importorskip("timm")
+    readers = {
+        "in eval mode": nn.BatchNorm2d(3).eval(),
+        "frozen": nn.BatchNorm2d(3).requires_grad_(False),
+        "with an activation": timm.layers.BatchNormAct2d(3),
+        "without statistics": nn.BatchNorm2d(3, track_running_stats=False),
+        "torchvision's frozen one": torchvision.ops.FrozenBatchNorm2d(3),
+    }
+    kept, (batch,) = {}, images(1)
+    for name, reader in readers.items():
+        model = nn.Sequential(nn.Conv2d(3, 3, 3), reader)
+        assert following_norms(model, {"0": model[0]}, batch)[0] == {}
+        norms, missing = following_norms(model, {"0": model[0]}, batch, replaceable=False)
+        kept[name] = norms == {"0": "1"}
+        assert kept[name] or missing == {"0": "the norm '1' has no running statistics that could change"}
+    assert [name for name, found in kept.items() if found] == list(readers)[:3]

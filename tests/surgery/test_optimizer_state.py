@@ -296,3 +296,38 @@ def test_a_wrapper_around_the_optimizer_that_trains_is_refused_with_the_remedy()
     wrapper = Prepared(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(OptimizerError, match=r"Prepared wraps the optimizer that trains: pass its \.optimizer instead"):
         dyrep.DyRep(model, wrapper)
+
+
+class InFullPrecision(torch.optim.Optimizer):
+    """Keeps weights in float32 under a name of its own, and rounds them to those of the model."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                full = state.setdefault("precise", parameter.detach().float().clone())
+                state.setdefault("moved", torch.zeros_like(full)).add_(parameter.grad)
+                parameter.copy_(full.sub_(parameter.grad.float(), alpha=group["lr"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_in_full_precision_follow_whatever_they_are_called(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)).to(dtype)
+    optimizer = InFullPrecision(model.parameters(), lr=0.01)
+    (model(torch.randn(8, 4, 8, 8).to(dtype)) - 1).square().mean().backward()
+    optimizer.step()
+    dyrep.expand_(model, "0", gamma=0.5, optimizer=optimizer)
+    moved = optimizer.state[model[0].weight]["moved"].clone()
+    dyrep.cut_(model, "0", ["1x1"], optimizer=optimizer)
+    rest_(model, optimizer, steps=1)
+    dyrep.cut_(model, "0", optimizer=optimizer)
+    before = model[0].weight.detach().clone()
+    rest_(model, optimizer, steps=1)
+    rounding = 2 * torch.finfo(dtype).eps * float(before.abs().max())  # what copies have beyond the weights goes along
+    torch.testing.assert_close(model[0].weight.detach(), before, rtol=0, atol=rounding)
+    assert torch.equal(optimizer.state[model[0].weight]["moved"], moved)

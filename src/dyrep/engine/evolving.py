@@ -14,7 +14,7 @@ from dyrep.engine.recipe import Recipe
 from dyrep.engine.tasks import task_of
 from dyrep.errors import ConfigError
 from dyrep.events import EventLog
-from dyrep.methods import RepNAS, convert_, method, start_as_
+from dyrep.methods import RepNAS, convert_, method
 from dyrep.scoring import StepScorer
 from dyrep.surgery.edits import Edit
 
@@ -36,19 +36,6 @@ class Controller(Protocol):
         """Restore what `state_dict` returned; the model has its structure then, and takes its own state dict."""
 
 
-def start_model_(model: nn.Module, recipe: Recipe, channels: int, size: int) -> None:
-    """Let a network start as the blocks that the recipe names, if it names any; what they are measured on is noise."""
-    if recipe.start_as is not None:
-        start_as_(
-            model,
-            recipe.start_as,
-            [torch.randn(32, channels, size, size) for _ in range(4)],
-            max_kernel=recipe.max_kernel,
-            include=recipe.dyrep.include,
-            exclude=recipe.dyrep.exclude,
-        )
-
-
 def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:
     """Turn a plain network into that of the recipe's method, as far as that is done before training.
 
@@ -58,8 +45,13 @@ def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:
         image: a batch of one image of the right shape, to run the network on.
     """
     chosen = method(recipe.method)
+    patterns: dict[str, Any] = {"include": recipe.dyrep.include, "exclude": recipe.dyrep.exclude}
     if chosen.name == "dyrep":
-        return []
+        if not recipe.start_with:
+            return []
+        return convert_(
+            model, "dbb7", branches=recipe.start_with, replace="conv", max_kernel=recipe.max_kernel, **patterns
+        )
     given = next((name for name in ("weights", "backbone") if getattr(recipe, name) is not None), None)
     preserve = given is not None and chosen.builds_blocks
     if preserve and chosen.scaling != "norm":
@@ -76,9 +68,8 @@ def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:
         gamma=recipe.dyrep.gamma if preserve or chosen.name == "fixed" else None,
         copies=recipe.copies,
         max_kernel=recipe.max_kernel,
-        include=recipe.dyrep.include,
-        exclude=recipe.dyrep.exclude,
         structure=recipe.structure,
+        **patterns,
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dyrep.engine.averages import WeightAverage
-from dyrep.engine.evolving import convert_model_, make_controller, start_model_, step_scorer
+from dyrep.engine.evolving import convert_model_, make_controller, step_scorer
 from dyrep.engine.precision import make_precision
 from dyrep.engine.randomness import seed_everything
 from dyrep.engine.recipe import Recipe, RunSettings
@@ -101,8 +101,6 @@ class Learner:
         shape = {"channels": self.data.channels, "size": self.data.size}
         model = make_model(recipe, classes=len(self.data.classes), **shape, initialised=initialised)
         _train_mode_(model, recipe)  # frozen norms are in eval mode from the start
-        if initialised:
-            start_model_(model, recipe, **shape)
         converted = convert_model_(model, recipe, self.task.example(**shape, device="cpu"))
         if recipe.sync_norms:
             if device.type != "cuda":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from dyrep.branches import BRANCHES
 from dyrep.checking import read_settings, require, require_types
 from dyrep.config import DyRepConfig
 from dyrep.engine.data.augment import PADDING, Crop
@@ -14,7 +15,7 @@ from dyrep.engine.data.masks import IGNORED
 from dyrep.engine.precision import Precision
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY, MEASURED_IMAGES, ExecutionName, SigmaGradient
-from dyrep.methods import RepNASConfig, check_head_start, dyrep_settings, method
+from dyrep.methods import RepNASConfig, dyrep_settings, method
 from dyrep.methods.conversion import COPIES, MAX_KERNEL, Replace
 from dyrep.models.backbones import Norms
 
@@ -28,11 +29,13 @@ _UNUSED = {
     "classification": ("backbone", "norms", "frozen_stages", "boxes_per_image", "scale", "class_names", "ignore_label"),
     "detection": (
         *("label_smoothing", "crop", "cutout", "color_jitter", "auto_augment"),
-        *("scale", "class_names", "ignore_label", "start_as"),
+        *("scale", "class_names", "ignore_label"),
     ),
-    "segmentation": ("cutout", "color_jitter", "auto_augment", "boxes_per_image", "start_as"),
+    "segmentation": ("cutout", "color_jitter", "auto_augment", "boxes_per_image"),
 }
 """Settings that would be without effect, which is said rather than passed over."""
+_GONE = [("start_as", None)]
+"""Settings that runs of earlier versions have in their files, at the value that they never changed anything with."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,8 @@ class Recipe:
         weights: file with initial weights of the plain network, loaded strictly.
         backbone: finished run, or file, whose deployed classifier becomes the backbone of a detector or a segmentation
             network; loaded strictly, less its last layer (default: random weights).
-        start_as: method (repvgg, dbb, ...) whose blocks a classifier starts as, folded before the first step, see
-            `dyrep.start_as_` (default: as it is).
+        start_with: branches that every convolution has from the first step in dyrep, at full strength (default: none;
+            it starts plain). Nothing is preserved: this is for a network that is yet to learn.
         norms: what batch norms of that backbone do in training: normalise by the batch, by running statistics that do
             not change any more (eval), or nothing changes in them at all (frozen).
         frozen_stages: parts of that backbone that are not trained: 1 is the stem, 2 the first stage too, ... up to 5.
@@ -133,7 +136,7 @@ class Recipe:
     eval_every: int = 1
     weights: str | None = None
     backbone: str | None = None
-    start_as: str | None = None
+    start_with: tuple[str, ...] = ()
     norms: Norms = "batch"
     frozen_stages: int = 0
     boxes_per_image: int = BOXES_PER_IMAGE
@@ -167,6 +170,7 @@ class Recipe:
         require("image_size", self.image_size, "at least 1", self.image_size is None or self.image_size >= 1)
         require("warmup_epochs", self.warmup_epochs, f"below epochs={self.epochs}", self.warmup_epochs < self.epochs)
         self._check_task()
+        self._check_start()
         if self.nesterov and not self.momentum:
             raise ConfigError("nesterov=True needs momentum above 0")
         if (chosen.name == "fixed") != (self.structure is not None):
@@ -202,16 +206,31 @@ class Recipe:
                 f"weights={self.weights!r} and backbone={self.backbone!r}: weights of a whole network hold its "
                 "backbone; give one of the two"
             )
-        if self.start_as is not None:
-            check_head_start(self.start_as)
-            if self.weights is not None:
-                raise ConfigError(
-                    f"start_as={self.start_as!r} is for a network that starts at random, and that of weights="
-                    f"{self.weights!r} does not: give one of the two"
-                )
         if self.task == "detection" and method(self.method).name == "dyrep":
             second = self.dyrep.score in ("grasp", "vote")
             require("score", self.dyrep.score, "another one: detectors cannot be differentiated twice", not second)
+
+    def _check_start(self) -> None:
+        evolves = method(self.method).name == "dyrep"
+        require("start_with", self.start_with, "a list of branches", not isinstance(self.start_with, str))
+        for branch in self.start_with:
+            require("start_with", branch, f"one of {', '.join(BRANCHES)}", branch in BRANCHES)
+        for name, value in (("start_with", self.start_with), ("absorb_after", self.dyrep.absorb_after)):
+            if value and not evolves:
+                ours = f"{name}={value} is for method='dyrep'"
+                raise ConfigError(f"{ours}, and this one is {self.method!r}: leave it out")
+        if self.dyrep.absorb_after is not None and not self.start_with and not self.evolution().grows:
+            raise ConfigError(
+                f"absorb_after={self.dyrep.absorb_after} comes before the first update, after "
+                f"{self.dyrep.start + self.dyrep.interval} {self.dyrep.unit}s, so nothing would ever grow: give a "
+                "smaller interval or start, or begin with branches, start_with"
+            )
+        for given in ("weights", "backbone"):
+            if self.start_with and getattr(self, given) is not None:
+                raise ConfigError(
+                    f"start_with={self.start_with} is for a network that starts at random, and that of {given}="
+                    f"{getattr(self, given)!r} does not: give one of the two"
+                )
 
     @property
     def task(self) -> str:
@@ -236,6 +255,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Read what `to_dict` wrote; unknown settings are refused."""
+        data = {key: value for key, value in data.items() if (key, value) not in _GONE}
         evolution = DyRepConfig.from_dict(data.get("dyrep", {}))
         search = RepNASConfig.from_dict(data.get("repnas", {}))
         return read_settings(cls, {**data, "dyrep": evolution, "repnas": search})

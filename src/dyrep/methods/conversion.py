@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -9,13 +10,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dyrep.branches import GAMMA
+from dyrep.branches import GAMMA, branch_list, is_branch
 from dyrep.checking import LayerPatterns, is_whole, require
 from dyrep.errors import ConfigError, IneligibleLayerError
 from dyrep.geometry import PLAIN_CONVS, ConvGeometry
 from dyrep.methods.catalogue import Method, why_not
 from dyrep.methods.catalogue import method as method_of
-from dyrep.methods.starting import start_
+from dyrep.methods.starting import OREPA_SCALES, start_
 from dyrep.surgery.assembly import Blueprint, assemble_
 from dyrep.surgery.edits import Edit, check_growth
 from dyrep.surgery.followers import following_norms
@@ -40,6 +41,7 @@ def convert_(
     *,
     example_input: Any = None,
     forward: Forward | None = None,
+    branches: Sequence[str] | None = None,
     replace: Replace | None = None,
     preserve: bool = False,
     gamma: float | None = None,
@@ -63,6 +65,7 @@ def convert_(
         example_input: a batch to find out by which norm follows which convolution; needed to replace norms.
         forward: ``forward(model, batch)`` to run the model, where a batch is not a tensor, a tuple that begins with
             the input, or a dict of arguments.
+        branches: which branches blocks have, of those that fit (default: as published).
         replace: what a block takes the place of: ``"conv"`` alone, with the batch norm after the sum of its branches
             kept, or ``"conv+norm"`` where a batch norm follows (default: as published, see the method).
         preserve: take what the branches compute out of the original kernel, so that the network's function in eval
@@ -88,7 +91,7 @@ def convert_(
         ...     print(edit, edit.detail)
         expand 0: +1x1-KxK +1x1-AVG +1x1 {'replaces': '1'}
     """
-    chosen = _checked_method(method, structure, preserve)
+    chosen = _with_branches(_checked_method(method, structure, preserve), branches)
     model = unwrap(model)
     gamma = (GAMMA if preserve or chosen.name == "fixed" else 1.0) if gamma is None else gamma
     check_growth(gamma, width=1)
@@ -133,6 +136,21 @@ def convert_(
     details = {name: {"replaces": norm} for name, norm in norms.items()}
     details |= {name: {"norm kept": reason} for name, reason in reasons.items()}
     return [Edit("expand", name, plan.branches, details.get(name, {})) for name, plan in plans.items()]
+
+
+def _with_branches(chosen: Method, branches: Sequence[str] | None) -> Method:
+    """A method whose blocks have other branches."""
+    if branches is None:
+        return chosen
+    if not chosen.builds_blocks:
+        raise ConfigError(f"method={chosen.name!r} has no blocks whose branches could be given: leave branches out")
+    if isinstance(branches, str) or not branches or not all(is_branch(branch) for branch in branches):
+        raise ConfigError(f"branches={branches!r}: give a list from {branch_list()}, or None for those of the method")
+    unknown = [branch for branch in branches if chosen.name == "orepa" and branch not in OREPA_SCALES]
+    if unknown:
+        valid = ", ".join(chosen.branches)
+        raise ConfigError(f"branches={branches!r}: orepa says nothing of how {unknown[0]!r} starts; valid are {valid}")
+    return dataclasses.replace(chosen, branches=tuple(dict.fromkeys(branches)))
 
 
 def _refuse_search(structure: Mapping[str, Any]) -> None:

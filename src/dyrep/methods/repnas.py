@@ -18,12 +18,13 @@ from dyrep.events import EventLog
 from dyrep.methods.conversion import convert_
 from dyrep.methods.gates import Gates, settle_
 from dyrep.surgery import ranks
+from dyrep.surgery.copies import inside
 from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer import check_optimizer, remove_
 from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
-from dyrep.surgery.structure import inside, structure
+from dyrep.surgery.structure import structure
 from dyrep.surgery.wrappers import bare, find_ddp, forget_compiled, rewrap_ddp_
 
 FORMAT = 1

@@ -113,7 +113,8 @@ def lives(run: Run) -> list[Life]:
 
 def _end(found: list[Life], layer: str, branch: str, now: float, detail: dict[str, Any]) -> None:
     strength = finite(detail.get("importances", {}).get(branch))
-    reason = "not among the strongest" if strength is None else f"importance {strength:.4f}, below the mean"
+    weak = "not among the strongest" if strength is None else f"importance {strength:.4f}, below the mean"
+    reason = detail.get("why", weak)
     inside = f"{layer}.branches.{branch}."
     for life in (life for life in found if life.died is None):
         if (life.layer, life.branch) == (layer, branch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, cast
 
@@ -103,6 +103,25 @@ class Blueprint:
 def norm_names(model: nn.Module) -> dict[int, str]:
     """Names of the norms that have stepped aside, by id."""
     return {id(module): name for name, module in model.named_modules() if isinstance(module, PassedNorm)}
+
+
+def branch_names(module: nn.Module | None) -> list[str]:
+    """The branches of a block; any other module has none."""
+    return list(module.branches) if isinstance(module, RepConv) else []
+
+
+def find(model: nn.Module, name: str) -> nn.Module | None:
+    """A module by its name, if there is one."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def reorder_(block: RepConv, order: Iterable[str]) -> None:
+    """Put branches in a given order, which is the order of the model's parameters."""
+    by_name = block.branch_modules()
+    block.set_branches_({branch: by_name[branch] for branch in order})
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from dyrep.scaling import GatedNorm
 from dyrep.surgery import ranks
 from dyrep.surgery.assembly import attach_, join_
 from dyrep.surgery.calibration import CALIBRATION_BATCHES, Probe, calibrate_
+from dyrep.surgery.momentum import carried_momentum, set_momentum_
 from dyrep.surgery.optimizer import check_holds, check_optimizer, remove_
 from dyrep.surgery.optimizer_state import copies_moved
 from dyrep.surgery.preserve import Forward
@@ -191,6 +192,8 @@ def cut_(
 ) -> list[Edit]:
     """Absorb branches into the original kernel and drop them; a block without branches is a plain convolution again.
 
+    It then goes on with the momentum that all of the block's parameters had together, see `carried_momentum`.
+
     Args:
         model: the model, changed in place.
         names: name of an expanded convolution, or several.
@@ -220,11 +223,17 @@ def cut_(
     require_foldable(convs, doomed)
     if optimizer is not None:
         check_optimizer(optimizer)
+    whole = [
+        name for name, conv in convs.items() if isinstance(conv, RepConv) and len(doomed[name]) == len(conv.branches)
+    ]
+    momenta = {name: carried_momentum(cast(RepConv, convs[name]), optimizer) for name in whole}
     before = Snapshot(convs.values(), optimizer)
     try:
         with copies_moved(optimizer, convs.values()):
             gone = [module for name, conv in convs.items() for module in _absorb_(conv, doomed[name])]
         if optimizer is not None:
+            for name, momentum in momenta.items():
+                set_momentum_(convs[name], momentum, optimizer)
             remove_(optimizer, [p for module in gone for p in module.parameters()])
     except BaseException:
         before.restore_()

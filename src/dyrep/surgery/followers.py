@@ -19,15 +19,23 @@ from dyrep.surgery.preserve import Forward, preserved, run_batch
 
 @torch.no_grad()
 def following_norms(
-    model: nn.Module, convs: Mapping[str, nn.Module], example_input: Any, forward: Forward | None = None
+    model: nn.Module,
+    convs: Mapping[str, nn.Module],
+    example_input: Any,
+    forward: Forward | None = None,
+    *,
+    replaceable: bool = True,
+    training: bool = False,
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Find for every convolution the batch norm that alone reads its output.
 
     Args:
-        model: the model, which is run once in eval mode.
+        model: the model, which is run once.
         convs: the convolutions to look at, by name.
         example_input: a batch to run it on.
         forward: ``forward(model, batch)``, where the batch is of a kind of its own.
+        replaceable: find only norms that a block can take the place of; otherwise all that have running statistics.
+        training: run it in training mode.
 
     Returns:
         The norm's name for every convolution that has one, and for the others why not.
@@ -41,7 +49,7 @@ def following_norms(
     modes = {id(module): module.training for module in model.modules()}
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values() if p is not None)
     watcher = _Watcher(convs)
-    with preserved(model, training=False), watcher.hooked(model), watcher:
+    with preserved(model, training=training), watcher.hooked(model), watcher:
         for leaf in tree_leaves(run_batch(model, example_input, forward)):
             watcher.note_use(leaf)
     found: dict[str, str] = {}
@@ -60,6 +68,11 @@ def following_norms(
             missing[name] = f"the norm {names[id(norms[0])]!r} reads other outputs too"
         elif any(owners[id(parameter)] > 1 for parameter in norms[0].parameters()):
             missing[name] = f"the norm {names[id(norms[0])]!r} shares its parameters with another module"
+        elif not replaceable:
+            if isinstance(norms[0], nn.modules.batchnorm._NormBase) and norms[0].track_running_stats:
+                found[name] = names[id(norms[0])]
+            else:
+                missing[name] = f"the norm {names[id(norms[0])]!r} has no running statistics that could change"
         elif not all(parameter.requires_grad for parameter in norms[0].parameters()):
             missing[name] = f"the norm {names[id(norms[0])]!r} has a γ or β that is frozen"
         elif reason := passing.refusal(norms[0], training=modes[id(norms[0])]):

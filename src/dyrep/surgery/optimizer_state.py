@@ -15,7 +15,10 @@ from dyrep.errors import OptimizerError
 
 _FORMAT = 1
 _COPIES = ("lookahead_slow_buff", "x0", "z", "ax")
-"""State that lives where weights do: of timm's Lookahead and MADGRAD, of schedule-free optimizers, and of ASGD."""
+"""State that lives where weights do: of timm's Lookahead and MADGRAD, of schedule-free optimizers, and of ASGD.
+
+What equals the weight, whatever it is called, is one too: it may be kept in full precision, and rounded to the weight.
+"""
 
 
 def states_of(optimizer: Optimizer) -> list[dict[Tensor, Any]]:
@@ -42,7 +45,7 @@ def copies_moved(optimizer: Optimizer | None, modules: Iterable[nn.Module]) -> I
     before = [parameter.detach().clone() for parameter, _ in copies]
     yield
     for (parameter, kept), earlier in zip(copies, before, strict=True):
-        kept.add_(parameter.detach() - earlier)
+        kept.add_(parameter.detach().to(kept) - earlier.to(kept))
 
 
 def weight_copies(optimizer: Optimizer | None, modules: Iterable[nn.Module]) -> list[tuple[nn.Parameter, Tensor]]:
@@ -52,10 +55,19 @@ def weight_copies(optimizer: Optimizer | None, modules: Iterable[nn.Module]) -> 
     for parameter in (p for module in modules for p in module.parameters(recurse=False)):
         for state in states:
             values = state.get(parameter, {})
-            for kept in (values.get(key) for key in _COPIES):
-                if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept is not parameter:
+            for key, kept in values.items() if isinstance(values, Mapping) else ():
+                if not isinstance(kept, Tensor) or kept.shape != parameter.shape or kept is parameter:
+                    continue
+                if key in _COPIES or _is_copy(kept, parameter):
                     found.append((parameter, kept))
     return found
+
+
+def _is_copy(kept: Tensor, parameter: Tensor) -> bool:
+    """Whether state is the weight in another precision; zeros are not, as momentum begins with them too."""
+    if not kept.is_floating_point() or not bool(kept.any()):
+        return False
+    return torch.equal(kept.to(parameter.dtype), parameter.detach())
 
 
 def locate(optimizer: Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int] | None:

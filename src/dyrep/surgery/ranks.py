@@ -45,6 +45,12 @@ def average_(tensors: Iterable[Tensor]) -> None:
         tensor.div_(dist.get_world_size())
 
 
+@torch.no_grad()
+def largest_(tensor: Tensor) -> None:
+    """Replace every element by the largest that a rank has there."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+
+
 def smallest(value: int, device: torch.device) -> int:
     """The smallest of the ranks' values."""
     tensor = torch.tensor(value, device=device)

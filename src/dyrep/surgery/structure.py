@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv, as_block_
 from dyrep.branches import GAMMA, ORIGIN
-from dyrep.copying import copied
 from dyrep.errors import BranchError, StructureError
-from dyrep.geometry import PLAIN_CONVS, ConvGeometry
+from dyrep.geometry import PLAIN_CONVS
 from dyrep.passing import PassedNorm
-from dyrep.surgery.assembly import Blueprint, assemble_, attach_, norm_names
+from dyrep.surgery.assembly import Blueprint, assemble_, branch_names, find, norm_names, reorder_
 from dyrep.surgery.edits import cut_
 from dyrep.surgery.optimizer import check_holds, check_optimizer
 from dyrep.surgery.optimizer_state import locate
-from dyrep.surgery.targets import is_inside, refusals, require_eligible, require_foldable, targets
+from dyrep.surgery.targets import is_inside, refusals, require_eligible, targets
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare, forget_compiled, sync_group, unwrap
 
@@ -111,94 +109,6 @@ def restructure_(
     return model
 
 
-@torch.no_grad()
-def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
-    """Give a copy of a model, such as an exponential moving average, the structure the model has now.
-
-    Branches the copy lacks are copied from the model and taken out of the copy's own kernels, so the copy's function
-    stays what it was; branches the model no longer has are absorbed. Afterwards both have the same parameters in the
-    same order, as averaging them needs.
-
-    Args:
-        copy_of_model: the copy, changed in place; wrappers that keep it as ``.module`` are looked through.
-        model: the model it is a copy of.
-
-    Raises:
-        StructureError: it is no copy of this model; the message names the first layer that does not match.
-
-    Example:
-        >>> from dyrep.surgery.edits import expand_
-        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1))
-        >>> average = torch.optim.swa_utils.AveragedModel(model)
-        >>> _ = expand_(model, "0", ["1x1", "residual"])
-        >>> structure(follow_(average, model).module) == structure(model)
-        True
-    """
-    check_copy(copy_of_model, model)
-    inner, source = inside(copy_of_model, model), bare(model)
-    for name in sorted(structure(inner)["blocks"], key=len, reverse=True):
-        ours, theirs = inner.get_submodule(name), _find(source, name)
-        assert isinstance(ours, RepConv)
-        surplus = [branch for branch in ours.branches if branch not in _branch_names(theirs)]
-        if surplus:
-            cut_(inner, name, surplus)
-    for name in sorted(structure(source)["blocks"], key=len):
-        theirs, ours = source.get_submodule(name), inner.get_submodule(name)
-        assert isinstance(theirs, RepConv)
-        has = _branch_names(ours)
-        missing = {b: _copied_to(m, theirs, ours) for b, m in theirs.branch_modules().items() if b not in has}
-        _check_followable(name, ours, theirs)
-        if missing:
-            require_foldable({name: ours}, {name: ()})  # its kernel is rewritten
-            norm = None if theirs.origin_norm is None else _copied_to(theirs.origin_norm, theirs, ours)
-            attach_(ours, missing, norm)
-        assert isinstance(ours, RepConv)
-        _reorder_(ours, theirs.branches)
-        for part in (ours.branches, ours.origin_norm):
-            if part is not None:
-                part.requires_grad_(ours.weight.requires_grad).train(ours.training)
-    return copy_of_model
-
-
-def inside(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
-    """The module that a moving average keeps as ``.module``, or a plain copy itself, without wrappers."""
-    if type(copy_of_model) is type(bare(model)):  # a copy, whatever of its own it calls "module"
-        return copy_of_model
-    return bare(getattr(copy_of_model, "module", copy_of_model))
-
-
-def check_copy(copy_of_model: nn.Module, model: nn.Module) -> None:
-    """Raise unless a copy has every convolution of a model, whatever branches either has.
-
-    Other layers may differ: a teacher that lacks a head of its student can follow it too.
-
-    Raises:
-        StructureError: it does not; the message names the first layer that does not match.
-
-    Example:
-        >>> model = nn.Sequential(nn.Conv2d(8, 8, 3))
-        >>> check_copy(torch.optim.swa_utils.AveragedModel(model), model)
-    """
-    inner, source = inside(copy_of_model, model), bare(model)
-    blocks = [name for name, module in source.named_modules() if isinstance(module, RepConv)]
-    for name, theirs in source.named_modules():
-        if not isinstance(theirs, PLAIN_CONVS) or any(is_inside(name, block) for block in blocks):
-            continue
-        ours = _find(inner, name)
-        if not isinstance(ours, PLAIN_CONVS):
-            has = "does not exist" if ours is None else f"is a {type(ours).__name__}"
-            raise StructureError(
-                f"layer {name!r} of the copy {has}, and the model's is a convolution: make the copy from this model"
-            )
-        facts, wanted = _facts(ours), _facts(theirs)
-        for key, value in facts.items():
-            if value != wanted[key]:
-                raise StructureError(
-                    f"layer {name!r} of the copy has {key}={value}, and the model's has {wanted[key]}: make the copy "
-                    "from this model"
-                )
-
-
 def touched(model: nn.Module, wanted: Mapping[str, Any]) -> list[nn.Module]:
     """The modules that `restructure_` would change, to take a `Snapshot` of.
 
@@ -207,7 +117,7 @@ def touched(model: nn.Module, wanted: Mapping[str, Any]) -> list[nn.Module]:
     """
     plans = _checked(model, wanted)
     norms = [plan.replaces for plan in plans.values() if plan.replaces is not None]
-    found = [_find(model, name) for name in [*{**_plans(model), **plans}, *norms]]
+    found = [find(model, name) for name in [*{**_plans(model), **plans}, *norms]]
     return [module for module in found if module is not None]
 
 
@@ -254,7 +164,7 @@ def _reshape_(
 ) -> None:
     """Give one convolution the branches it should have."""
     before = model.get_submodule(name)
-    has = _branch_names(before)
+    has = branch_names(before)
     surplus = [branch for branch in has if branch not in plan.branches]
     lacks_norm = plan.origin_norm and getattr(before, "origin_norm", None) is None
     if lacks_norm or not set(plan.branches) <= set(has):
@@ -275,7 +185,7 @@ def _reshape_(
         cut_(model, name, surplus, optimizer=optimizer)
     block = model.get_submodule(name)
     assert isinstance(block, RepConv)
-    _reorder_(block, plan.branches)
+    reorder_(block, plan.branches)
 
 
 def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Blueprint]:
@@ -288,7 +198,7 @@ def _checked(model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Blueprint
     plans = {name: Blueprint.from_dict(name, given) for name, given in wanted["blocks"].items()}
     for name, plan in plans.items():
         _check_layer(model, name, plans)
-        norm = None if plan.replaces is None else _find(model, plan.replaces)
+        norm = None if plan.replaces is None else find(model, plan.replaces)
         if plan.replaces is not None and not isinstance(norm, (PassedNorm, nn.modules.batchnorm._BatchNorm)):
             raise StructureError(
                 f"layer {name!r}: the structure replaces the norm {plan.replaces!r}, which this model does not have"
@@ -303,27 +213,10 @@ def _check_layer(model: nn.Module, name: str, plans: Mapping[str, Blueprint]) ->
         branch, around = inner.removesuffix(".conv"), plans.get(outer.removesuffix("."))
         if inner == branch or around is None or branch not in around.branches:
             raise StructureError(f"layer {name!r} is inside a branch that the structure does not have")
-    elif not isinstance(_find(model, name), PLAIN_CONVS):
+    elif not isinstance(find(model, name), PLAIN_CONVS):
         raise StructureError(
             f"the structure names layer {name!r}, which this model does not have: is it the same architecture?"
         )
-
-
-def _reorder_(block: RepConv, order: Iterable[str]) -> None:
-    """Put branches in a given order, which is the order of the model's parameters."""
-    by_name = block.branch_modules()
-    block.set_branches_({branch: by_name[branch] for branch in order})
-
-
-def _branch_names(module: nn.Module | None) -> list[str]:
-    return list(module.branches) if isinstance(module, RepConv) else []
-
-
-def _find(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
 
 
 def _fits(block: Blueprint, plan: Blueprint | None) -> bool:
@@ -336,25 +229,3 @@ def _fits(block: Blueprint, plan: Blueprint | None) -> bool:
     if not plan.origin and set(block.branches) != set(plan.branches):
         return False  # there is no original kernel to take a branch's part over
     return "1x1-KxK" not in block.branches or "1x1-KxK" not in plan.branches or block.width == plan.width
-
-
-def _facts(conv: nn.Module) -> dict[str, Any]:
-    """What two convolutions have to have in common, under the names that torch has for it."""
-    facts = {**asdict(ConvGeometry.of(conv)), "bias": conv.bias is not None}
-    return {"padding" if key == "pads" else key: value for key, value in facts.items()}
-
-
-def _copied_to(part: Part, theirs: nn.Module, ours: nn.Module) -> Part:
-    """A part of a model's block for that of an average, which may be kept in another precision or elsewhere."""
-    have, want = (cast(Tensor, conv.weight) for conv in (theirs, ours))
-    return copied(part) if (have.device, have.dtype) == (want.device, want.dtype) else copied(part).to(want)
-
-
-def _check_followable(name: str, ours: nn.Module, theirs: RepConv) -> None:
-    """Raise if two blocks differ in more than their branches, which cannot be made up for."""
-    has_norm = isinstance(ours, RepConv) and ours.passed_norm is not None
-    off = isinstance(ours, RepConv) and ours.origin_off
-    if has_norm != (theirs.passed_norm is not None) or off != theirs.origin_off:
-        raise StructureError(
-            f"layer {name!r}: the copy was made before the model was converted, and cannot follow: make it afterwards"
-        )

@@ -161,6 +161,25 @@ def is_inside(name: str, block: str, branch: str | None = None) -> bool:
     return name.startswith(start if branch is None else f"{start}{branch}.")
 
 
+def outermost(model: nn.Module, layer: str) -> str | None:
+    """The convolution that a layer is or has grown from, by its name: the first one on the way to it, if there is one.
+
+    Example:
+        >>> outermost(nn.Sequential(nn.Conv2d(3, 8, 3)), "0.branches.1x1-KxK.conv")
+        '0'
+    """
+    module, path = model, ""
+    for part in ["", *layer.split(".")]:
+        if part:
+            found = module._modules.get(part)
+            if found is None:
+                return None
+            module, path = found, f"{path}.{part}" if path else part
+        if _is_conv(module):
+            return path
+    return None
+
+
 def _closed_blocks(model: nn.Module) -> dict[str, str]:
     """Blocks of methods that do not grow, and why."""
     found: dict[str, str] = {}
