@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 WORKERS ?= 2
 
-.PHONY: demo test test-slow lint pictures drift loop methods digits speed executions noise downstream clean
+.PHONY: demo test test-slow lint pictures drift loop methods digits pace speed executions noise downstream clean
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -47,6 +47,10 @@ methods: .venv/.installed   # the table of costs in docs/methods.md
 
 digits: .venv/.installed   # the table of accuracies in docs/methods.md
 	$(BIN)/python benchmarks/digits.py --out results/digits.json
+	$(BIN)/python benchmarks/tables.py
+
+pace: .venv/.installed   # the table of angles in docs/methods.md
+	$(BIN)/python benchmarks/pace.py --out results/pace.json
 	$(BIN)/python benchmarks/tables.py
 
 speed: .venv/.installed   # the tables of times in docs/speed.md; needs a GPU

@@ -3,8 +3,8 @@
 ``python benchmarks/arms.py STUDY [STUDY ...] --data FOLDER --out FILE`` on a machine with a GPU. What the studies are,
 and how they choose, is in `comparisons.py`. The file is written after every run, and runs that it holds already are not
 repeated, whichever study they were made for: a run is known by its flags. With ``--workers`` above 1 runs share the GPU
-(let NVIDIA's multi-process service run beside them). Where the machine is lent for a time, ``--minutes`` says until
-when runs are begun; those that have begun are finished.
+(let NVIDIA's multi-process service run beside them); what has to be timed alone comes after them. Where the machine is
+lent for a time, ``--minutes`` says until when runs are begun; those that have begun are finished.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from alone import minutes_alone
 from comparisons import COMPARISONS, Comparison
 from runs import ResultFile, paired, run_training, told
 
@@ -30,9 +31,9 @@ from dyrep.wording import mean_and_spread
 class Results(ResultFile):
     """What has been found so far, in a file."""
 
-    def has(self, flags: str, seed: int) -> bool:
-        """Whether a run is there."""
-        return any((run["flags"], run["seed"]) == (flags, seed) for run in self.data["runs"])
+    def find(self, flags: str, seed: int) -> dict[str, Any] | None:
+        """A run, if it is there."""
+        return next((run for run in self.data["runs"] if (run["flags"], run["seed"]) == (flags, seed)), None)
 
     def add(self, run: dict[str, Any]) -> None:
         """Add a run."""
@@ -81,15 +82,24 @@ def against_baseline(runs: list[dict[str, Any]], comparison: Comparison, arm: st
     return paired(ours, theirs)
 
 
+def flags_of(comparison: Comparison, arm: str, seed: int, epochs: int) -> str:
+    """What tells a run from others."""
+    return f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs}"
+
+
+def folder_of(comparison: Comparison, arm: str, seed: int, epochs: int, given: Any, to_time: bool = False) -> Path:
+    """The folder of a run, named by its flags."""
+    name = "-".join(re.findall(r"[\w.]+", flags_of(comparison, arm, seed, epochs)))
+    # a run by which epochs are timed may be as long as the others: in their folder it would find theirs, and be over
+    return given.runs / (f"time-{name}" if to_time else name)
+
+
 def train(
     comparison: Comparison, arm: str, seed: int, epochs: int, given: Any, to_time: bool = False
 ) -> dict[str, Any]:
     """One run of `dyrep train`, and what it found."""
-    flags = f"{comparison.arms[arm]} {comparison.flags} --seed {seed} --epochs {epochs}"
-    name = "-".join(re.findall(r"[\w.]+", flags))
-    # a run by which epochs are timed may be as long as the others: in their folder it would find theirs, and be over
-    out = given.runs / (f"time-{name}" if to_time else name)
-    words = f"{flags} --eval-every {epochs} {given.more}".split()
+    out = folder_of(comparison, arm, seed, epochs, given, to_time)
+    words = f"{flags_of(comparison, arm, seed, epochs)} --eval-every {epochs} {given.more}".split()
     words += [] if given.data is None else ["--data", str(given.data)]
     summary, rows = run_training(given.recipe, words, out)
     seconds = epoch_seconds(rows)
@@ -133,6 +143,16 @@ def carry_out(wanted: list[tuple[Comparison, str, int]], given: Any, results: Re
     return failed, left
 
 
+def time_alone(comparison: Comparison, arm: str, given: Any, results: Results) -> None:
+    """Note how long the training of an arm's runs takes alone, of those that were made on this machine."""
+    for seed in range(given.seeds):
+        folder, run = folder_of(comparison, arm, seed, given.epochs, given), results.find(comparison.arms[arm], seed)
+        if run is not None and "alone_minutes" not in run and folder.exists():
+            run["alone_minutes"] = minutes_alone(folder, given.data)
+            results.save()
+            print(f"{arm:32s} seed {seed}: {run['alone_minutes']:.2f} minutes alone", flush=True)
+
+
 def main(command: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=list(COMPARISONS), metavar="study", help=", ".join(COMPARISONS))
@@ -168,13 +188,15 @@ def main(command: list[str] | None = None) -> None:
         (comparison.arms[arm], seed): (comparison, arm, seed)  # studies share runs
         for seed in range(given.seeds)
         for comparison, arm in chosen
-        if not results.has(comparison.arms[arm], seed)
+        if results.find(comparison.arms[arm], seed) is None
     }
     failed, left = carry_out(list(wanted.values()), given, results)
     for comparison, arm in chosen:
         if comparison.timed and not results.timed(comparison.arms[arm]):
             run = train(comparison, arm, 0, comparison.timed, given, to_time=True)
             results.set_time(comparison.arms[arm], run["epoch_seconds"])
+        if comparison.alone:
+            time_alone(comparison, arm, given, results)
     for comparison in comparisons:
         results.show(comparison)
     if left:

@@ -88,3 +88,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> tuple[floa
 def told(difference: tuple[float, float] | None) -> str:
     """A paired difference for a table; nothing where there is none."""
     return "" if difference is None else f"{difference[0]:+.2f} ± {difference[1]:.2f}"
+
+
+def short(count: float) -> str:
+    """A number of multiply-adds or parameters for a table."""
+    return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"

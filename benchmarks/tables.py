@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import downstream
-from arms import against_baseline
-from comparisons import COMPARISONS
-from runs import told
+import study_tables
+from runs import short, told
 
 from dyrep.methods import method
 from dyrep.reproduce import STUDIES
@@ -156,6 +155,23 @@ def fastest(measurements: list[dict[str, Any]]) -> dict[tuple[str, str], dict[st
     return best
 
 
+def pace_table() -> str:
+    data = json.loads((ROOT / "results" / "pace.json").read_text())
+    ways = list(data["rows"][0]["degrees"])
+    lines = [f"| branches | steps | {' | '.join(ways)} |", "|---" * (2 + len(ways)) + "|"]
+    for row in data["rows"]:
+        figures = [f"{mean_and_spread(row['degrees'][way], '.1f')}°" for way in ways]
+        lines.append(f"| {row['branches']} | {row['steps']} | {' | '.join(figures)} |")
+    config = data["config"]
+    lines += [
+        "",
+        f"({config['model']}, {config['data']}, {config['before']} steps with branches before; mean ± sd over "
+        f"{config['seeds']} seeds; {data['hardware']}; torch {data['versions']['torch']}; `make pace`, "
+        "`results/pace.json`)",
+    ]
+    return "\n".join(lines)
+
+
 def headline_table() -> str:
     data = json.loads((ROOT / "results" / "speed.json").read_text())
     best = fastest([row for row in data["measurements"] if row["ms"] is not None])
@@ -216,20 +232,6 @@ def profile_table() -> str:
     return "\n".join(lines)
 
 
-def executions_table() -> str:
-    data = json.loads((ROOT / "results" / "executions.json").read_text())
-    lines = ["| VGG-16, CIFAR-10, 40 epochs | test accuracy, folded (%) | seeds | s per epoch |", "|---|---|---|---|"]
-    for arm, flags in COMPARISONS["executions"].arms.items():
-        found = [run["test_accuracy"] for run in data["runs"] if run["flags"] == flags]
-        if found:
-            each = ", ".join(f"{accuracy:.2f}" for accuracy in found)
-            seconds = f"{data['epoch_seconds'][flags]:.2f}" if flags in data["epoch_seconds"] else "not measured"
-            lines.append(f"| {arm} | {mean_and_spread(found)} | {each} | {seconds} |")
-    versions = data["versions"]
-    lines += ["", f"({data['hardware']}; torch {versions['torch']}; `make executions`, `results/executions.json`)"]
-    return "\n".join(lines)
-
-
 def downstream_table() -> str:
     path = ROOT / "results" / "downstream.json"
     if not path.exists():
@@ -272,121 +274,6 @@ def downstream_table() -> str:
     return "\n".join([*lines, "", f"(Test sets, folded networks, mean ± sd. {'; '.join(words)}; {about})"])
 
 
-def selection_tables() -> str:
-    """What the studies have found that choose defaults."""
-    parts = []
-    for name, comparison in COMPARISONS.items():
-        table = selection_table(name) if comparison.held_out else ""
-        if table:
-            parts.append(f"{comparison.title[0].upper()}{comparison.title[1:]}:\n\n{table}")
-    return "\n\n".join(parts)
-
-
-def selection_table(name: str) -> str:
-    """What one of them has found so far; nothing while there is nothing to compare."""
-    data = json.loads((ROOT / "results" / "selection.json").read_text())
-    comparison, runs = COMPARISONS[name], data["runs"]
-    heads = ["", "accuracy on 5,000 images held out (%)", "against the first (95 %)", "seeds"]
-    heads += ["training loss", "multiply-adds, average"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for arm, flags in comparison.arms.items():
-        own = [run for run in runs if run["flags"] == flags]
-        if not own:
-            continue
-        found = [run["val_accuracy"] for run in own]
-        loss = mean_and_spread([run["train_loss"] for run in own], ".3f")
-        macs = short(statistics.mean(run["mean_macs"] for run in own))
-        against = told(against_baseline(runs, comparison, arm))
-        lines.append(f"| {arm} | {mean_and_spread(found)} | {against} | {len(found)} | {loss} | {macs} |")
-    if len(lines) < 4:  # one arm alone says nothing
-        return ""
-    about = f"{data['hardware']}; torch {data['versions']['torch']}; `{command(name, 'selection')}`"
-    return "\n".join([*lines, "", f"({about})"])
-
-
-def growth_figures() -> str:
-    """What networks without a limit grow to, and what is cut with the paper's λ."""
-    runs = json.loads((ROOT / "results" / "selection.json").read_text())["runs"]
-    evolved = [(run["flags"].split(), run) for run in runs if run["flags"].startswith("--method dyrep ")]
-    grown = [
-        f"{words[words.index('--score') + 1]} {short(run['mean_macs'])}"
-        for words, run in evolved
-        if "--macs-limit" not in words
-    ]
-    cuts = [run["cut"] for words, run in evolved if "--cut" not in words and "cut" in run]
-    layers = ", ".join(sorted({layer for cut in cuts for layer, *_ in cut}))
-    return "\n".join(
-        [
-            f"- Multiply-adds without a limit, average over training, one seed per score: {', '.join(grown)}.",
-            f"- In {len(cuts)} runs with the paper's rule: cuts in {layers}, and in no other of 13 layers.",
-            "",
-            "(`results/selection.json`)",
-        ]
-    )
-
-
-def command(study: str, file: str) -> str:
-    return f"python benchmarks/arms.py {study} --data DIR --out results/{file}.json"
-
-
-def missing_studies() -> str:
-    """Studies that have no table, and arms that are missing in those that have one."""
-    titles = {name: f"`{name}` ({comparison.title})" for name, comparison in COMPARISONS.items()}
-    choosing = [titles[name] for name in COMPARISONS if COMPARISONS[name].held_out and not selection_table(name)]
-    parts = [f"{', '.join(choosing)}: `{command('STUDY', 'selection')}`."] if choosing else []
-    runs = json.loads((ROOT / "results" / "selection.json").read_text())["runs"]
-    begun = {run["flags"] for run in runs}
-    for name, comparison in COMPARISONS.items():
-        usual = list(comparison.arms.items())[: comparison.usual]
-        lacking = [arm for arm, flags in usual if flags not in begun]
-        if comparison.held_out and lacking and selection_table(name):
-            parts.append(f"Of `{name}`: {'; '.join(lacking)}.")
-    if not cifar_table():
-        parts.append(f"{titles['table']}: `{command('table', 'cifar')}`.")
-    return " ".join(parts) or "Nothing."
-
-
-def cifar_table() -> str:
-    """A section with the paper's table of CIFAR-10, its figures beside ours; nothing while there are no runs."""
-    path = ROOT / "results" / "cifar.json"
-    if not path.exists():
-        return ""
-    data, comparison = json.loads(path.read_text()), COMPARISONS["table"]
-    paper = {row.label: row.paper for row in STUDIES["cifar"].rows if row.group == "CIFAR-10"}
-    heads = ["600 epochs", "paper (%)", "ours (%)", "against origin (95 %)", "seeds"]
-    heads += ["paper, GPU time", "ours", "× origin", "multiply-adds: paper", "ours", "parameters: paper", "ours"]
-    lines = ["## The table of CIFAR-10", "", CIFAR, ""]
-    lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    minutes = {
-        arm: statistics.mean(spans)
-        for arm, flags in comparison.arms.items()
-        if (spans := [run["minutes"] for run in data["runs"] if run["flags"] == flags and "minutes" in run])
-    }
-    for arm, flags in comparison.arms.items():
-        own = [run for run in data["runs"] if run["flags"] == flags]
-        if not own:
-            continue
-        theirs = paper[arm.split(",")[0]]
-        time = f"{minutes[arm]:.1f} min" if arm in minutes else MISSING
-        both = minutes.keys() >= {arm, comparison.baseline}  # runs that shared the GPU have no time
-        ratio = f"{minutes[arm] / minutes[comparison.baseline]:.2f}" if both else MISSING
-        cells = [
-            *(arm, str(theirs["accuracy"]), mean_and_spread([run["test_accuracy"] for run in own])),
-            *(told(against_baseline(data["runs"], comparison, arm)), str(len(own))),
-            *(str(theirs["cost"]), time, ratio),
-            *(f"{theirs['macs']} M", short(statistics.mean(run["mean_macs"] for run in own))),
-            *(f"{theirs['parameters']} M", short(statistics.mean(run["mean_parameters"] for run in own))),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    about = f"{data['hardware']}, a run alone on it; the paper's is a V100; torch {data['versions']['torch']}"
-    return "\n".join([*lines, "", f"(Test set, folded networks, mean ± sd. {about}; `{command('table', 'cifar')}`)"])
-
-
-CIFAR = (
-    "VGG-16, 600 epochs of the paper's recipe on all 50,000 images, looked at on the 10,000 test images after training."
-)
-
-
 def noise_table() -> str:
     data = json.loads((ROOT / "results" / "noise.json").read_text())
     heads = ("VGG-16, CIFAR-10", "score", "float32", "bfloat16 autocast", "other batches (float64)")
@@ -408,10 +295,6 @@ def noise_table() -> str:
     )
 
 
-def short(count: float) -> str:
-    return f"{count / 1e9:.2f} G" if count >= 1e9 else f"{count / 1e6:.1f} M"
-
-
 TABLES = {
     ("README.md", "headline table"): headline_table,
     ("docs/numerics.md", "drift table"): drift_table,
@@ -419,14 +302,15 @@ TABLES = {
     ("docs/methods.md", "methods table"): methods_table,
     ("docs/methods.md", "dbb table"): dbb_table,
     ("docs/methods.md", "digits table"): digits_table,
+    ("docs/methods.md", "pace table"): pace_table,
     ("docs/speed.md", "speed table"): speed_table,
     ("docs/speed.md", "profile table"): profile_table,
-    ("docs/speed.md", "executions table"): executions_table,
+    ("docs/speed.md", "executions table"): study_tables.executions_table,
     ("docs/downstream.md", "downstream table"): downstream_table,
-    ("docs/results.md", "cifar table"): cifar_table,
-    ("docs/results.md", "selection tables"): selection_tables,
-    ("docs/results.md", "missing studies"): missing_studies,
-    ("docs/results.md", "growth figures"): growth_figures,
+    ("docs/results.md", "cifar table"): study_tables.cifar_table,
+    ("docs/results.md", "selection tables"): study_tables.selection_tables,
+    ("docs/results.md", "missing studies"): study_tables.missing_studies,
+    ("docs/results.md", "growth figures"): study_tables.growth_figures,
     ("docs/results.md", "noise table"): noise_table,
 }
 
