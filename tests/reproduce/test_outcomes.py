@@ -138,7 +138,17 @@ def test_baselines_are_counted_as_they_are_deployed(shop):
     )
     assert found.state == "counted"
     assert found.figures["macs"][0] == pytest.approx(3664, rel=0.01)
+    assert found.figures["parameters"] == [pytest.approx(21.78916)]  # norms are folded into convolutions: 21.797672
     assert "speed" not in found.figures
+
+
+@pytest.mark.slow
+def test_every_deployed_network_has_the_parameters_that_the_paper_gives(shop):
+    rows = {row.model: row for row in STUDIES["repvgg"].rows}
+    assert len(rows) == 8
+    for row in rows.values():
+        (found,) = shop("smoke", device="cpu").carry_out(study(row, columns=("speed", "parameters")))
+        assert math.floor(100 * found.figures["parameters"][0]) / 100 == row.paper["parameters"], row.label
 
 
 def test_speed_is_in_images_of_whole_batches_per_second(monkeypatch):

@@ -172,7 +172,8 @@ STUDIES = {
                 _inference("DyRep-B3", 363, 26.2, 110.96, 81.12, **_repvgg("b3", "dyrep")),
                 _inference("ResNeXt-101", 295, 8.0, 44.10, 78.42, model="timm:resnext101_32x4d", why_not=_ELSEWHERE),
             ),
-            note="Multiply-adds and parameters are those of the deployed network. ODBB is what RepNAS finds.",
+            note="Multiply-adds, parameters and speed are those of deployed networks, all norms folded into "
+            "convolutions. ODBB is what RepNAS finds.",
         ),
         Study(
             "downstream",
