@@ -7,16 +7,18 @@ set, as nothing is chosen by them.
 
 The others (``results/selection.json``) train on 45,000 images and look at the 5,000 held out; the test set plays no
 part. ``starts``, ``rivals``, ``decays``, ``spaces``, ``places``, ``absorbing`` and ``recipes`` choose nothing: the
-plain network, trained in other ways too, and blocks from the start are there to compare with. The rest choose defaults.
-The rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy over at least five paired
-seeds becomes the default if the 95 % confidence interval of its paired difference to the present default lies above
-zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and the interval of its
-difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds over training; for
-``folding``, where these are the same, it is the time of an epoch alone on the GPU. Their arms, but for those of
-``limits``, may cost half as much again as the plain network, and do not nest blocks. The studies are run in the order
-gammas, growth, scores, cuts, limits, folding, each with what the ones before have chosen (`CHOSEN`). ``growth`` asks
-three things at once, because they depend on each other: in the first runs a large γ did harm where the original kernel
-has no norm; it may pay where it has one.
+plain network, trained in other ways too, and blocks from the start are there to compare with. The rest choose defaults:
+``gammas``, ``growth``, ``scores``, ``cuts``, ``limits`` and ``folding``, each of which changes one thing about the
+paper's settings. The rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy over at
+least five paired seeds becomes the default if the 95 % confidence interval of its paired difference to the present
+default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and the
+interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds over
+training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. Their arms, but for
+those of ``limits``, may cost half as much again as the plain network, and do not nest blocks. What has been chosen is
+put together in `CHOSEN`, for ``table``.
+
+Runs of ``gammas``, and some others, were made when synflow was still added up term by term, as in the published code,
+which under autocast is rounding: the layers that grow are chosen by chance there (``--score synflow_summed``).
 
 All but ``gammas``, which was run before this was known, and ``starts``, which is about it, let the learning rate rise
 over the first two epochs: without that the plain network ends with a higher training loss, and one that differs far
@@ -75,14 +77,12 @@ STRONGER_DECAY = " --weight-decay 5e-4"
 # The paper's interval of 15 of 600 epochs is one of 40. Without a limit the network grows with every update, to several
 # times the plain one's multiply-adds; with one, choices are compared at equal cost.
 START = "--method dyrep --interval 1 --macs-limit 1.5 --max-depth 1 --score synflow --origin-norm none"
+BY_CHANCE = START.replace("--score synflow", "--score synflow_summed")
 # λ is a spread of γ as such: where γ is the origin's σ, it would have branches cut that are weak for a few steps
-STRONG = START.replace("--origin-norm none", "--origin-norm calibrated --relative-gamma --gamma 1 --cut none")
-EARLY = STRONG.replace("--interval 1", "--unit step --interval 20 --stop 400")  # an epoch has 351 steps
+FULL = " --relative-gamma --gamma 1 --cut none"
+STRONG = START.replace("--origin-norm none", "--origin-norm calibrated") + FULL
 POINTWISE = " --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
-BARE = f"{EARLY}{POINTWISE}".replace("--origin-norm calibrated", "--origin-norm none")
-CHOSEN = {"growth": START, "score": "synflow", "cut": "", "execution": ""}
-SCORED = CHOSEN["growth"].replace("--score synflow", f"--score {CHOSEN['score']}")
-CUT = f"{SCORED}{CHOSEN['cut']}"
+CHOSEN = START
 # branches that are there from the first step, at full strength, and stay, or are absorbed again
 KEPT = "--method dyrep --interval 39 --macs-limit 1 --score random --cut none --start-with"
 RICH = "--method dyrep --interval 39 --start-with 1x1 1x1-KxK 1x1-AVG 1xK Kx1 residual --absorb-after"
@@ -92,13 +92,18 @@ RIVALS = {
     "RepVGG": "--method repvgg --replace conv",
     "DBB": "--method dbb",
     "seven branches": BLOCKS,
-    "DyRep": CUT,
+    "DyRep": START,
 }
 
 
 def only(first: int, last: int) -> str:
     """Flags for the convolutions from one to another alone."""
     return f"--include {' '.join(f'conv{number}' for number in range(first, last + 1))}"
+
+
+def early(flags: str) -> str:
+    """The same with all updates in the first epoch, which has 351 steps."""
+    return flags.replace("--interval 1", "--unit step --interval 20 --stop 400")
 
 
 def warmed(arms: dict[str, str], more: str = "") -> dict[str, str]:
@@ -128,7 +133,7 @@ COMPARISONS = {
             "origin, weight decay 5e-4": f"--method origin{STRONGER_DECAY}",
             "DBB": "--method dbb",
             "DyRep, as in the paper": "--method dyrep",
-            "DyRep, our defaults": f"{CUT.replace('--interval 1 ', '--interval 15 ')}{CHOSEN['execution']}",
+            "DyRep, our defaults": CHOSEN.replace("--interval 1 ", "--interval 15 "),
             # about what half as much time again allows; a candidate, and chosen by no accuracy of this table
             "seven branches, until epoch 90": f"{RICH} 90".replace("--interval 39", "--interval 599"),
         },
@@ -214,10 +219,10 @@ COMPARISONS = {
     "gammas": Comparison(
         "the γ that new branches start with",
         {
-            "0.01": START,
-            "0.1": f"{START} --gamma 0.1",
-            "0.1 of the origin's σ": f"{START} --relative-gamma --gamma 0.1",
-            "the origin's σ": f"{START} --relative-gamma --gamma 1",
+            "0.01": BY_CHANCE,
+            "0.1": f"{BY_CHANCE} --gamma 0.1",
+            "0.1 of the origin's σ": f"{BY_CHANCE} --relative-gamma --gamma 0.1",
+            "the origin's σ": f"{BY_CHANCE} --relative-gamma --gamma 1",
         },
         "0.01",
     ),
@@ -229,9 +234,11 @@ COMPARISONS = {
                 "calibrated norm, γ = 0.01": START.replace("--origin-norm none", "--origin-norm calibrated"),
                 "reference norm, γ = 0.01": START.replace("--origin-norm none", "--origin-norm reference"),
                 "calibrated norm, γ = σ, nothing cut": STRONG,
-                "calibrated norm, γ = σ, nothing cut, in the first epoch": EARLY,
-                "calibrated norm, γ = σ, nothing cut, in the first epoch, pointwise": f"{EARLY}{POINTWISE}",
-                "no norm, γ = σ, nothing cut, in the first epoch, pointwise": BARE,
+                "calibrated norm, γ = σ, nothing cut, in the first epoch": early(STRONG),
+                "calibrated norm, γ = σ, nothing cut, in the first epoch, pointwise": early(f"{STRONG}{POINTWISE}"),
+                "no norm, γ = σ, nothing cut, in the first epoch, pointwise, by chance": early(
+                    f"{BY_CHANCE}{FULL}{POINTWISE}"
+                ),
             }
         ),
         "no norm, γ = 0.01",
@@ -240,10 +247,11 @@ COMPARISONS = {
         "what to expand",
         warmed(
             {
-                name: CHOSEN["growth"].replace("--score synflow", f"--score {score}")
+                name: START.replace("--score synflow", f"--score {score}")
                 for name, score in {
                     **{score: score for score in ("synflow", "snip", "grad_norm", "invariant", "random")},
                     "invariant per multiply-add": "invariant --per-mac",
+                    "synflow, added up term by term": "synflow_summed",
                 }.items()
             }
         ),
@@ -253,9 +261,9 @@ COMPARISONS = {
         "when to cut",
         warmed(
             {
-                "paper": SCORED,
-                "never": f"{SCORED} --cut none",
-                "paper, λ = 0.002": f"{SCORED} --cut-threshold 0.002",
+                "paper": START,
+                "never": f"{START} --cut none",
+                "paper, λ = 0.002": f"{START} --cut-threshold 0.002",
             }
         ),
         "paper",
@@ -264,11 +272,11 @@ COMPARISONS = {
         "how much to grow",
         warmed(
             {
-                "1.5 × plain": CUT,
-                "1.5 × plain, nested": CUT.replace("--max-depth 1", "--max-depth 3"),
-                "2 × plain": CUT.replace("--macs-limit 1.5", "--macs-limit 2"),
-                "3 × plain": CUT.replace("--macs-limit 1.5", "--macs-limit 3"),
-                "no limit, nested": CUT.replace(" --macs-limit 1.5 --max-depth 1", ""),
+                "1.5 × plain": START,
+                "1.5 × plain, nested": START.replace("--max-depth 1", "--max-depth 3"),
+                "2 × plain": START.replace("--macs-limit 1.5", "--macs-limit 2"),
+                "3 × plain": START.replace("--macs-limit 1.5", "--macs-limit 3"),
+                "no limit, nested": START.replace(" --macs-limit 1.5 --max-depth 1", ""),
             }
         ),
         "1.5 × plain",
@@ -276,7 +284,7 @@ COMPARISONS = {
     ),
     "folding": Comparison(
         "blocks run exactly or folded",
-        warmed({"fused": CUT, "folded": f"{CUT} --execution folded"}),
+        warmed({"fused": START, "folded": f"{START} --execution folded"}),
         "fused",
         timed=40,  # all of them: the structure grows
     ),

@@ -20,7 +20,7 @@ from dyrep.errors import ConfigError
         ({"unit": "batch"}, r"unit='batch': must be one of epoch, step"),
         ({"start": -1}, r"start=-1"),
         ({"stop": 0}, r"stop=0"),
-        ({"score": "magnitude"}, r"score='magnitude': must be one of synflow, snip, grad_norm, invariant, grasp"),
+        ({"score": "magnitude"}, r"score='magnitude': must be one of synflow, synflow_summed, snip, grad_norm, "),
         ({"cut": "all"}, r"cut='all': must be one of paper, reference, none"),
         ({"cut_threshold": -0.1}, r"cut_threshold=-0\.1"),
         ({"cut_threshold": float("nan")}, r"cut_threshold=nan"),

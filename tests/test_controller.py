@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from dyrep.errors import (
     CalibrationError,
     EditRolledBackWarning,
     NoUpdateWarning,
-    ScoreNoiseWarning,
     SettingsChangedWarning,
 )
 from dyrep.surgery.lengths import turning_scale
@@ -160,29 +158,6 @@ def test_scores_start_over_after_an_update():
     train_epoch(model, optimizer, BATCHES)
     controller.epoch_end(BATCHES)
     assert controller.scorer.read().steps == 0
-
-
-def test_synflow_warns_where_it_is_noise():
-    model = nn.Sequential(
-        *(m for _ in range(3) for m in (nn.Conv2d(3, 3, 3, padding=1, bias=False), nn.BatchNorm2d(3), nn.ReLU())),
-        nn.Flatten(),
-        nn.Linear(192, 4),
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1))
-    train_epoch(model, optimizer, BATCHES)
-    with pytest.warns(ScoreNoiseWarning, match=r"3 of 3 convolutions.*score='invariant'"):
-        assert controller.epoch_end(BATCHES)
-
-
-def test_synflow_is_quiet_where_it_means_something():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1))
-    train_epoch(model, optimizer, BATCHES)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert controller.epoch_end(BATCHES)
 
 
 def test_the_log_tells_the_whole_story(tmp_path):

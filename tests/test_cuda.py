@@ -6,6 +6,7 @@ from torch import nn
 
 import dyrep
 from dyrep import scoring
+from dyrep.normflow import has_flow
 from training import loss_of, make_batches, make_net, train_epoch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -100,7 +101,8 @@ def test_scoring_never_waits_for_the_device():
     model = make_net().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scorer = scoring.StepScorer(optimizer, scoring.STEP_METRICS)
-    scorer.watch({name: [model.get_submodule(name).weight] for name in ("0", "3", "5")})
+    norms = {name: norm for name, norm in model.named_modules() if has_flow(norm)}
+    scorer.watch({name: [model.get_submodule(name).weight] for name in ("0", "3", "5")}, norms)
     loss_of(model, BATCHES[0]).backward()
     optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
@@ -115,7 +117,8 @@ def test_a_captured_graph_replays_scores_and_step_count():
     model = make_net().cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.0, device="cuda"), momentum=0.9, fused=True)
     scorer = scoring.StepScorer(optimizer, ["snip"])
-    scorer.watch({"3": [model[3].weight]})
+    norms = {name: norm for name, norm in model.named_modules() if has_flow(norm)}
+    scorer.watch({"3": [model[3].weight]}, norms)
     images, labels = BATCHES[0]
 
     def step():
@@ -131,7 +134,7 @@ def test_a_captured_graph_replays_scores_and_step_count():
     torch.cuda.current_stream().wait_stream(side)
     scorer.reset_()
     step()
-    eager = scorer.read().means["snip"]["3"]
+    eager = scorer.read()
     scorer.reset_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -141,4 +144,6 @@ def test_a_captured_graph_replays_scores_and_step_count():
         graph.replay()
     seen = scorer.read()
     assert seen.steps == 5
-    assert seen.means["snip"]["3"] == pytest.approx(eager, rel=1e-4)
+    assert seen.means["snip"]["3"] == pytest.approx(eager.means["snip"]["3"], rel=1e-4)
+    assert seen.flows == pytest.approx(eager.flows, rel=0.2)  # running variances go on
+    assert seen.flows

@@ -21,7 +21,7 @@ def one_backward(conv, scale=1.0):
 def expected(conv):
     pairs = [(p.detach().double(), p.grad.double()) for p in conv.parameters()]
     return {
-        "synflow": sum(float((t * g).sum()) for t, g in pairs),
+        "synflow_summed": sum(float((t * g).sum()) for t, g in pairs),
         "snip": sum(float((t * g).abs().sum()) for t, g in pairs),
         "grad_norm": math.sqrt(sum(float((g**2).sum()) for _, g in pairs)),
         "invariant": float(pairs[0][0].norm() * pairs[0][1].norm()),
@@ -161,7 +161,7 @@ def test_synflow_of_a_conv_followed_by_batch_norm_is_noise_and_invariant_is_not(
         model(torch.randn(8, 3, 8, 8)).square().mean().backward()
         optimizer.step()
     means = scorer.read().means
-    assert scoring.noisy(means["synflow"], means["snip"]) == ["normed"]
+    assert scoring.noisy(means["synflow_summed"], means["snip"]) == ["normed"]
     assert means["invariant"]["normed"] > 0.01 * means["invariant"]["bare"]
 
 

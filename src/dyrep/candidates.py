@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from dyrep.block import RepConv
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
+from dyrep.normflow import has_flow
 from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
 from dyrep.surgery.structure import structure
@@ -91,6 +92,12 @@ class Candidates:
     def operations(self) -> dict[str, list[Tensor]]:
         """Parameters of every candidate, to score it by."""
         return {t.name: list(self._model.get_submodule(t.name).parameters(recurse=False)) for t in self.targets()}
+
+    def norms(self) -> dict[str, nn.Module]:
+        """The norms of the model that the optimizer trains; some of them follow a candidate."""
+        held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+        modules = self._model.named_modules()
+        return {name: module for name, module in modules if has_flow(module) and id(module.weight) in held}
 
     def _judged(self) -> list[tuple[Target, str]]:
         """Every convolution with the reason against it, if there is one."""

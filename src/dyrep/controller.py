@@ -65,6 +65,7 @@ class DyRep:
         events: what has happened so far.
         ignored: convolutions that cannot be expanded as things are, and why.
         scorer: what sums scores at every step of the optimizer.
+        attempts: edits so far, those that were undone among them; what was captured before one is stale.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
@@ -99,13 +100,13 @@ class DyRep:
         self.optimizer = optimizer
         self.epoch = 0
         self.step = 0
-        self.updates = 0
+        self.updates = self.attempts = 0
         self._warned = False
         self._followers = Followers(bare(model), ema=ema, wrap=wrap, execution=execution)
         self._distributed = distributed
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
-        self.scorer = ScoreKeeper(optimizer, self.config, loss, distributed)
+        self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
         self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
@@ -223,6 +224,7 @@ class DyRep:
                 raise
         self._watch()
         self.updates += 1
+        self.attempts += len(made.edits) + len(made.undone)
         self._log.write(
             "update",
             update=self.updates,
@@ -310,7 +312,7 @@ class DyRep:
         count = self.epoch if self.config.unit == "epoch" else self.step
         over = self.config.absorb_after is not None and count >= self.config.absorb_after
         self._overdue = over and bool(self._updater.absorbable(bare(self.model)))
-        self.scorer.watch({} if over else self._candidates.operations())
+        self.scorer.watch({} if over else self._candidates.operations(), self._candidates.norms())
 
     def _read(self, batches: Iterable[Any]) -> list[Any]:
         wanted = max(self.config.calibration_batches, self.config.grasp_batches)

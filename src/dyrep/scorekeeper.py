@@ -11,8 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep import scoring
+from dyrep.block import RepConv
+from dyrep.branches.kinds import Branch
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, DyRepError, ScoreNoiseWarning
+from dyrep.surgery.followers import reading_norms
+from dyrep.surgery.preserve import Forward
 
 
 class ScoreKeeper(scoring.StepScorer):
@@ -22,6 +26,7 @@ class ScoreKeeper(scoring.StepScorer):
         optimizer: the optimizer whose steps count.
         config: settings.
         loss: ``loss(model, batch)``, for ``"grasp"`` and ``"vote"``.
+        forward: ``forward(model, batch)`` to run the model, for ``"synflow"`` and ``"vote"``.
         distributed: whether to average over ranks (default: if torch.distributed is initialised).
 
     Raises:
@@ -29,18 +34,24 @@ class ScoreKeeper(scoring.StepScorer):
     """
 
     def __init__(
-        self, optimizer: Optimizer, config: DyRepConfig, loss: scoring.Loss | None, distributed: bool | None
+        self,
+        optimizer: Optimizer,
+        config: DyRepConfig,
+        loss: scoring.Loss | None,
+        forward: Forward | None,
+        distributed: bool | None,
     ) -> None:
         if config.score in ("grasp", "vote") and loss is None:
             raise ConfigError(f"score={config.score!r} differentiates the loss: pass loss=fn(model, batch)")
         super().__init__(optimizer, _step_metrics(config.score), every=config.score_every)
-        self._config, self._loss, self._distributed = config, loss, distributed
+        self._config, self._loss, self._forward, self._distributed = config, loss, forward, distributed
         self._watched: dict[str, list[Tensor]] = {}
 
-    def watch(self, operations: Mapping[str, Iterable[Tensor]]) -> None:
-        """Start over with these operations."""
+    def watch(self, operations: Mapping[str, Iterable[Tensor]], norms: Mapping[str, nn.Module] | None = None) -> None:
+        """Start over with these operations, and with the norms that may follow them, if the score needs to know."""
         self._watched = {name: list(parameters) for name, parameters in operations.items()}
-        super().watch(self._watched)
+        flowing = self._watched and self._config.score in ("synflow", "vote")
+        super().watch(self._watched, norms if flowing else None)
 
     def scores(
         self, model: nn.Module, data: Sequence[Any] | None, seed: int
@@ -49,7 +60,7 @@ class ScoreKeeper(scoring.StepScorer):
 
         Args:
             model: the bare model.
-            data: batches, for the second-order score.
+            data: batches, for the second-order score, and to see which norm follows a convolution.
             seed: of random scores.
 
         Raises:
@@ -77,14 +88,25 @@ class ScoreKeeper(scoring.StepScorer):
                 "no optimizer step was seen since the last update, so there is nothing to score by: is the optimizer "
                 "given to DyRep the one that steps, and was it stepped?"
             )
-        if metric == "synflow":
-            _warn_about_noise(seen)
         if metric in scoring.STEP_METRICS:
+            if metric == "synflow_summed":
+                _warn_about_noise(seen.means["synflow_summed"], seen.means["snip"])
             return seen.means[metric], seen
-        grasp = self._grasp(model, data or ())
         if metric == "grasp":
-            return grasp, seen
-        return scoring.vote({**{m: seen.means[m] for m in scoring.VOTERS if m != "grasp"}, "grasp": grasp}), seen
+            return self._grasp(model, data or ()), seen
+        synflow = self._synflow(model, data, seen)
+        if metric == "synflow":
+            return synflow, seen
+        summed = {metric: seen.means[metric] for metric in ("snip", "grad_norm")}
+        return scoring.vote({"synflow": synflow, **summed, "grasp": self._grasp(model, data or ())}), seen
+
+    def _synflow(self, model: nn.Module, data: Sequence[Any] | None, seen: scoring.StepScores) -> dict[str, float]:
+        """From the norm where one follows, which only batches can tell; from the sum of all terms elsewhere."""
+        norms = _norms_after(model, self._watched, data, self._forward)
+        flows = {name: seen.flows[norm] for name, norm in norms.items() if norm in seen.flows}
+        summed = {name: value for name, value in seen.means["synflow_summed"].items() if name not in flows}
+        _warn_about_noise(summed, seen.means["snip"])
+        return {name: flows.get(name, summed.get(name, 0.0)) for name in self._watched}
 
     def _grasp(self, model: nn.Module, data: Sequence[Any]) -> dict[str, float]:
         assert self._loss is not None
@@ -101,18 +123,36 @@ class ScoreKeeper(scoring.StepScorer):
 
 def _step_metrics(score: str) -> tuple[str, ...]:
     """What has to be summed at every step for a score: synflow is judged against snip, votes need all voters."""
-    needed = {"synflow": ("synflow", "snip"), "vote": tuple(m for m in scoring.VOTERS if m != "grasp")}
+    summed = ("synflow_summed", "snip")
+    needed = {"synflow": summed, "synflow_summed": summed, "vote": (*summed, "grad_norm")}
     return needed.get(score, (score,) if score in scoring.STEP_METRICS else ())
 
 
-def _warn_about_noise(seen: scoring.StepScores) -> None:
-    noise = scoring.noisy(seen.means["synflow"], seen.means["snip"])
-    if len(noise) * 2 > len(seen.means["synflow"]):
+def _norms_after(
+    model: nn.Module, names: Iterable[str], data: Sequence[Any] | None, forward: Forward | None
+) -> dict[str, str]:
+    """The norm that scales what a convolution puts out by the batch's own deviation, by the convolution's name."""
+    folded = any(isinstance(module, RepConv) and module.execution.name == "folded" for module in model.modules())
+    found, own = {}, {}
+    for name in names:
+        conv, parent = model.get_submodule(name), name.rpartition(".")[0]
+        if isinstance(conv, RepConv) and conv.branches:
+            continue  # its kernel is one part of what is normalised
+        if not isinstance(model.get_submodule(parent), Branch):
+            own[name] = conv
+        elif not folded:  # in a folded block σ is a constant
+            found[name] = f"{parent}.norm"
+    return found | (reading_norms(model, own, data[0], forward) if data and own else {})
+
+
+def _warn_about_noise(summed: Mapping[str, float], sizes: Mapping[str, float]) -> None:
+    noise = scoring.noisy(summed, sizes)
+    if len(noise) * 2 > len(summed):
         warnings.warn(
-            f"synflow is below numerical noise for {len(noise)} of {len(seen.means['synflow'])} convolutions (its "
+            f"synflow is below numerical noise for {len(noise)} of {len(summed)} convolutions (its "
             f"terms cancel to less than {scoring.NOISE_RATIO:g} of their size): a norm follows them, so the loss "
-            "does not depend on the scale of their weights and the ranking is close to arbitrary. "
-            "score='invariant' or 'snip' is meaningful there",
+            "does not depend on the scale of their weights and the ranking is close to arbitrary. Pass batches, so "
+            "that score='synflow' can find that norm and take it from there; 'invariant' and 'snip' need none",
             ScoreNoiseWarning,
             stacklevel=5,
         )

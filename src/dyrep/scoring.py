@@ -2,25 +2,27 @@ r"""Which operations matter: saliency scores, accumulated while the model trains
 
 For an operation with parameters θ and gradient g, averaged over all optimizer steps since the last update:
 
-==============  =====================================================  ==============================================
-``synflow``     :math:`\sum_i g_i \theta_i`                            the paper's choice (Eq. 4)
-``snip``        :math:`\sum_i |g_i \theta_i|`
-``grad_norm``   :math:`\lVert g \rVert_2`
-``invariant``   :math:`\lVert g \rVert_2 \lVert \theta \rVert_2`       ours; does not change when a norm follows and
-                                                                       the weights are rescaled
-``grasp``       :math:`-\sum_i \theta_i (Hg)_i`                        second order, on a few batches at update time
-``random``      uniform                                                a baseline
-``vote``        one vote per metric for its largest                    ties go to the better mean rank
-==============  =====================================================  ==============================================
+==================  ==================================================  ==============================================
+``synflow``         :math:`\sum_i g_i \theta_i`                         the paper's choice (Eq. 4)
+``synflow_summed``  the same, added up term by term                     as published; rounding where a norm follows
+``snip``            :math:`\sum_i |g_i \theta_i|`
+``grad_norm``       :math:`\lVert g \rVert_2`
+``invariant``       :math:`\lVert g \rVert_2 \lVert \theta \rVert_2`    ours; does not change when a norm follows and
+                                                                        the weights are rescaled
+``grasp``           :math:`-\sum_i \theta_i (Hg)_i`                     second order, on a few batches at update time
+``random``          uniform                                             a baseline
+``vote``            one vote per metric for its largest                 ties go to the better mean rank
+==================  ==================================================  ==============================================
 
 Where a batch norm follows a convolution the loss does not depend on the scale of its weights, so the exact value of
-``synflow`` is zero up to the norm's ε, and what is summed is mostly rounding. `noisy` finds such scores.
+``synflow`` is zero up to the norm's ε, and what is summed term by term is mostly rounding: `noisy` finds such scores.
+What ε leaves is known from the norm itself, see `dyrep.normflow`, and ``synflow`` takes it from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -29,12 +31,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.errors import DyRepError
+from dyrep.normflow import NormFlows
 from dyrep.surgery import ranks
 from dyrep.surgery.preserve import device_of, preserved, to_device
 
-STEP_METRICS = ("synflow", "snip", "grad_norm", "invariant")
+STEP_METRICS = ("synflow_summed", "snip", "grad_norm", "invariant")
 VOTERS = ("synflow", "snip", "grad_norm", "grasp")
-SCORES = (*STEP_METRICS, "grasp", "random", "vote")
+SCORES = ("synflow", *STEP_METRICS, "grasp", "random", "vote")
 NOISE_RATIO = 1e-4
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -49,11 +52,13 @@ class StepScores:
         means: mean score per metric and operation.
         steps: optimizer steps that counted.
         skipped: steps left out because a gradient was not finite.
+        flows: what `NormFlows` has gathered, by norm.
     """
 
     means: dict[str, dict[str, float]]
     steps: int
     skipped: int
+    flows: dict[str, float] = field(default_factory=dict)
 
 
 class StepScorer:
@@ -71,6 +76,7 @@ class StepScorer:
     Attributes:
         step: steps of the optimizer seen since the operations were given. A captured CUDA graph replays sums, not
             Python: whoever replays a step has to count it here, and to capture it with and without scoring.
+        beginnings: how often it was given other operations than before. Graphs captured before that are stale.
 
     Example:
         >>> conv = nn.Conv2d(1, 1, 3)
@@ -87,10 +93,12 @@ class StepScorer:
         self.metrics = tuple(metrics)
         self.every = every
         self.step = 0
+        self.beginnings = 0
         self._names: list[str] = []
         self._operations: list[list[Tensor]] = []
         self._sums = torch.zeros(0, len(self.metrics))
         self._counts = torch.zeros(2)  # steps that counted, steps skipped
+        self._flows = NormFlows({})
         self._constants: dict[tuple[Any, ...], Tensor] = {}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
 
@@ -103,33 +111,46 @@ class StepScorer:
         """Stop watching the optimizer."""
         self._handle.remove()
 
-    def watch(self, operations: Mapping[str, Iterable[Tensor]]) -> None:
-        """Start over with these operations, given by name with their parameters."""
-        self._names = list(operations)
-        self._operations = [list(parameters) for parameters in operations.values()]
-        device = self._operations[0][0].device if self._operations else torch.device("cpu")
+    def watch(self, operations: Mapping[str, Iterable[Tensor]], norms: Mapping[str, nn.Module] | None = None) -> None:
+        """Start over with these operations, given by name with their parameters, and with the flow of these norms."""
         self.step = 0
+        wanted = {name: list(parameters) for name, parameters in operations.items()}
+        if self._watches(wanted, norms or {}):
+            self.reset_()
+            return
+        self.beginnings += 1
+        self._names = list(wanted)
+        self._operations = list(wanted.values())
+        device = self._operations[0][0].device if self._operations else torch.device("cpu")
         self._constants = {}
         self._sums = torch.zeros(len(self._names), len(self.metrics), device=device)
         self._counts = torch.zeros(2, device=device)
+        self._flows = NormFlows(norms or {})
+
+    def _watches(self, operations: Mapping[str, list[Tensor]], norms: Mapping[str, nn.Module]) -> bool:
+        """Whether these are the operations and norms that are watched already."""
+        same = self._names == list(operations) and self._flows.watches(norms)
+        pairs = zip(self._operations, operations.values(), strict=False)
+        return same and all([id(p) for p in ours] == [id(p) for p in theirs] for ours, theirs in pairs)
 
     def reset_(self) -> None:
         """Set all sums to zero, in place."""
         self._sums.zero_()
         self._counts.zero_()
+        self._flows.reset_()
 
     def read(self, distributed: bool | None = None) -> StepScores:
         """Mean scores so far, averaged over ranks; waits for the device, once."""
-        sums, counts = self._sums.clone(), self._counts.clone()
+        sums, counts, flows = self._sums.clone(), self._counts.clone(), self._flows.sums.clone()
         if ranks.distributed(distributed):
-            ranks.average_([sums, counts])
+            ranks.average_([sums, counts, flows])
         table = (sums / counts[0].clamp(min=1)).tolist()
         means = {
             metric: {name: row[column] for name, row in zip(self._names, table, strict=True)}
             for column, metric in enumerate(self.metrics)
         }
         steps, skipped = counts.tolist()
-        return StepScores(means, round(steps), round(skipped))
+        return StepScores(means, round(steps), round(skipped), self._flows.means(flows, steps))
 
     def state_dict(self) -> dict[str, Any]:
         """The sums so far, by name."""
@@ -139,6 +160,7 @@ class StepScorer:
             "step": self.step,
             "sums": self._sums.clone(),
             "counts": self._counts.clone(),
+            "flows": self._flows.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -152,6 +174,7 @@ class StepScorer:
                     saved = state["sums"][state["names"].index(name), state["metrics"].index(metric)]
                     self._sums[row, column] = saved
         self._counts.copy_(state["counts"])
+        self._flows.load_state_dict(state.get("flows", {}))
         self.step = state["step"]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -182,15 +205,17 @@ class StepScorer:
         held = [(row, p) for row, operation in enumerate(self._operations) for p in operation if p.grad is not None]
         if not held or not self.metrics:
             return
-        values = self._values([row for row, _ in held], [p for _, p in held])
+        values, flows = self._values([row for row, _ in held], [p for _, p in held]), self._flows.values()
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself
         if scale is not None:
-            values = values / scale
-        good = torch.isfinite(values.sum())  # one kernel fewer than testing each, and inf or NaN survive a sum
+            values, flows = values / scale, flows / scale
+        # one kernel fewer than testing each, and inf or NaN survive a sum
+        good = torch.isfinite(values.sum() + flows.sum())
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is not None:
             good = good & (found_inf.to(good.device) == 0).all()
         self._sums += values.masked_fill_(~good, 0.0)
+        self._flows.sums += flows.masked_fill_(~good, 0.0)
         self._counts[0] += good
         self._counts[1] += ~good
 
@@ -199,10 +224,10 @@ class StepScorer:
         thetas = [p.detach().float() for p in parameters]
         gradients = [p.grad.float() for p in parameters]  # type: ignore[union-attr]
         per_parameter: dict[str, Tensor] = {}
-        if "synflow" in self.metrics or "snip" in self.metrics:
+        if "synflow_summed" in self.metrics or "snip" in self.metrics:
             products = torch._foreach_mul(thetas, gradients)
-            if "synflow" in self.metrics:
-                per_parameter["synflow"] = torch.stack([product.sum() for product in products])
+            if "synflow_summed" in self.metrics:
+                per_parameter["synflow_summed"] = torch.stack([product.sum() for product in products])
             if "snip" in self.metrics:
                 per_parameter["snip"] = torch.stack(torch._foreach_norm(products, 1))
         if "invariant" in self.metrics:
@@ -307,7 +332,7 @@ def noisy(scores: Mapping[str, float], sizes: Mapping[str, float], ratio: float 
     """Names whose score is below ``ratio`` of the sum of its terms' sizes: cancellation, not signal.
 
     Args:
-        scores: sums of signed terms (synflow).
+        scores: sums of signed terms (synflow_summed).
         sizes: sums of the same terms' absolute values (snip).
         ratio: what counts as noise.
 

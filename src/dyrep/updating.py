@@ -19,7 +19,7 @@ from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, EditRolledBackWarning, UnreachedLayerError
 from dyrep.guard import EditGuard
 from dyrep.surgery import ranks
-from dyrep.surgery.absorbing import absorb_, reading_norms
+from dyrep.surgery.absorbing import absorb_, norms_behind
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.folding import deploy
@@ -111,7 +111,7 @@ class Updater:
 
         def change(guard: EditGuard) -> dict[str, policy.BlockState]:
             states, blocks = self._blocks(model), self.absorbable(model)
-            norms = reading_norms(model, blocks, data[0] if data else None, self._forward)
+            norms = norms_behind(model, blocks, data[0] if data else None, self._forward)
             plan = {layer: norms.get(layer) for layer in blocks}  # ranks have to scale the same ones, together
             for layer, norm in self._agreed(model, plan, "what to absorb").items():
                 changed = [layer] if norm is None else [layer, norm]

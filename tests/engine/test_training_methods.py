@@ -588,3 +588,13 @@ def test_two_processes_train_blocks_and_end_with_the_same_weights(name, tmp_path
     (converted,) = events_of(tmp_path / "run", "converted")
     assert converted["method"] == name
     assert len(events_of(tmp_path / "run", "update")) == (name == "repnas")
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(1.0, 0), (None, 2)])
+def test_steps_are_captured_again_only_if_something_has_changed(limit, expected, tmp_path, monkeypatch):
+    trainer = make_trainer(small_recipe(epochs=3, evolution={"interval": 1, "macs_limit": limit}), tmp_path / "run")
+    captured = []
+    monkeypatch.setattr(trainer._train_on, "recapture", lambda: captured.append(trainer.epoch))
+    assert trainer.train()
+    assert trainer.controller.updates == 2
+    assert len(captured) == expected

@@ -8,7 +8,7 @@ from torch import nn
 
 import dyrep
 from dyrep.errors import OptimizerError
-from dyrep.surgery.absorbing import absorb_, reading_norms
+from dyrep.surgery.absorbing import absorb_, norms_behind
 from dyrep.surgery.lengths import turning_scale
 from dyrep.surgery.momentum import carried_momentum
 from training import eval_output, make_batches, make_net, train_epoch
@@ -31,7 +31,7 @@ def blocks_of(model):
 
 def test_the_function_stays_and_kernels_have_the_length_and_momentum_of_their_blocks():
     model, optimizer = make_blocks()
-    norms = reading_norms(model, blocks_of(model), BATCHES[0])
+    norms = norms_behind(model, blocks_of(model), BATCHES[0])
     assert norms == {"0": "1", "5": "6"}
     plain, before = dyrep.deploy(model), eval_output(model, BATCHES[0][0])
     scales = {name: turning_scale(block, torch.Generator().manual_seed(0)) for name, block in blocks_of(model).items()}
@@ -68,13 +68,13 @@ class WithAuxiliaryHead(nn.Module):
 @pytest.mark.parametrize("aside_in_training", [False, True])
 def test_a_norm_counts_only_if_it_alone_reads_the_block_in_both_modes(aside_in_training):
     model, _ = make_blocks(WithAuxiliaryHead(aside_in_training))
-    assert reading_norms(model, blocks_of(model), BATCHES[0]) == {}
+    assert norms_behind(model, blocks_of(model), BATCHES[0]) == {}
 
 
 def test_looking_leaves_the_model_as_it_was():
     model, _ = make_blocks()
     before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
-    reading_norms(model, blocks_of(model), BATCHES[0])
+    norms_behind(model, blocks_of(model), BATCHES[0])
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert [module.training for module in model.modules()] == modes
 
@@ -82,7 +82,7 @@ def test_looking_leaves_the_model_as_it_was():
 @pytest.mark.parametrize("batch", [BATCHES[0], None])
 def test_norms_that_stepped_aside_come_back_and_make_up_for_the_length(batch):
     model, optimizer = make_blocks(method="dbb", replace="conv+norm", example_input=BATCHES[0][0])
-    norms = reading_norms(model, blocks_of(model), batch)
+    norms = norms_behind(model, blocks_of(model), batch)
     assert norms == {"0": "1", "5": "6"}
     plain, before = dyrep.deploy(model), eval_output(model, BATCHES[0][0])
     for name in blocks_of(model):

@@ -231,13 +231,20 @@ class Trainer:
     def _evolve(self, call: Callable[[Iterable[Batch]], list[Edit]]) -> list[Edit]:
         """Let the controller update the structure if that is due, in the precision the model trains in."""
         assert self.controller is not None
-        before = self.controller.updates
+        before = self._stage()
         with computing_in(self._precision, self.world.device):
             edits = call(self.data.train.calibration(self.epoch))
-        if self.controller.updates > before:  # scores start over in new tensors, so graphs are stale in any case
+        if self._stage() != before:
             self._learner.set_execution_()
             self._train_on.recapture()
         return edits
+
+    def _stage(self) -> Any:
+        """Something that changes when captured steps are stale; not every update changes anything."""
+        controller = self.controller
+        if isinstance(controller, DyRep):
+            return controller.attempts, controller.scorer.beginnings
+        return None if controller is None else controller.updates
 
     def _announce(self, edits: list[Edit]) -> None:
         """Tell of edits, and of what the structure costs after them."""

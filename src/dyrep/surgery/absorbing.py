@@ -14,17 +14,17 @@ from dyrep.block import RepConv
 from dyrep.errors import OptimizerError
 from dyrep.surgery import ranks
 from dyrep.surgery.edits import Edit, cut_
-from dyrep.surgery.followers import following_norms
+from dyrep.surgery.followers import reading_norms
 from dyrep.surgery.lengths import factors_for, rescale_, turning_scale
 from dyrep.surgery.momentum import scale_momentum_
 from dyrep.surgery.optimizer_state import copies_moved, locate
 from dyrep.surgery.preserve import Forward
 
 
-def reading_norms(
+def norms_behind(
     model: nn.Module, blocks: Mapping[str, RepConv], batch: Any, forward: Forward | None = None
 ) -> dict[str, str]:
-    """The norm that alone reads what a block puts out, in eval mode and in training mode; not all blocks have one.
+    """The norm that alone reads what a block puts out, or will once that is absorbed; not all blocks have one.
 
     A norm that has stepped aside for its block comes back when that is absorbed, and reads it then.
 
@@ -38,18 +38,14 @@ def reading_norms(
         >>> from dyrep.surgery.edits import expand_
         >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
         >>> _ = expand_(model, "0")
-        >>> reading_norms(model, {"0": model[0]}, torch.randn(2, 3, 8, 8))
+        >>> norms_behind(model, {"0": model[0]}, torch.randn(2, 3, 8, 8))
         {'0': '1'}
     """
     names = {id(module): name for name, module in model.named_modules()}
     aside = {layer: names[id(block.passed_norm)] for layer, block in blocks.items() if block.passed_norm is not None}
     if batch is None:
         return aside
-    evaluated, trained = (
-        following_norms(model, blocks, batch, forward, replaceable=False, training=training)[0]
-        for training in (False, True)
-    )
-    return {layer: norm for layer, norm in evaluated.items() if trained.get(layer) == norm} | aside
+    return reading_norms(model, blocks, batch, forward) | aside
 
 
 def absorb_(

@@ -82,6 +82,29 @@ def following_norms(
     return found, missing
 
 
+def reading_norms(
+    model: nn.Module, convs: Mapping[str, nn.Module], batch: Any, forward: Forward | None = None
+) -> dict[str, str]:
+    """The batch norm that alone reads what a convolution puts out, in eval mode and in training mode; not all have one.
+
+    Args:
+        model: the model, which is run twice.
+        convs: the convolutions to look at, by name.
+        batch: what to run it on.
+        forward: ``forward(model, batch)``, where the batch is of a kind of its own.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3))
+        >>> reading_norms(model, {"0": model[0], "2": model[2]}, torch.randn(2, 3, 8, 8))
+        {'0': '1'}
+    """
+    evaluated, trained = (
+        following_norms(model, convs, batch, forward, replaceable=False, training=training)[0]
+        for training in (False, True)
+    )
+    return {layer: norm for layer, norm in evaluated.items() if trained.get(layer) == norm}
+
+
 class _Watcher(TorchFunctionMode):
     """Notes who reads the outputs of some convolutions: norms, and any other operation."""
 
