@@ -2,7 +2,9 @@
 
 ``python benchmarks/noise.py --data FOLDER --out results/noise.json`` (``make noise``). The same weights and the same
 batches of CIFAR-10 are used in every precision; ``--run`` takes the weights of a finished run instead of new ones that
-have been trained for a few steps. A score is compared by what it is there for: the order it puts the layers in.
+have been trained for a few steps. A score is compared by what it is there for: the order it puts the layers in. The
+paper's is computed in two ways, added up term by term and from the norm that follows (`dyrep.normflow`); both are
+compared with the sum in float64.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from dyrep.engine.data import Augmentation, Loading, open_data
 from dyrep.engine.rundir import hardware, versions
 from dyrep.engine.world import pick_device
 from dyrep.files import replacing
+from dyrep.normflow import NormFlows
 from dyrep.records import PLAIN
+from dyrep.surgery.followers import reading_norms
 
-METRICS = ("synflow", "snip", "grad_norm", "invariant")
+METRICS = ("synflow_summed", "synflow", "snip", "grad_norm", "invariant")
 PRECISIONS = ("float64", "float32", "bfloat16 autocast")
 
 
@@ -35,18 +39,37 @@ def scores(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str) -> di
     """Scores of all convolutions from one batch, by metric; whatever the gradients are, the sums are in float64."""
     images, labels = batch
     model.to(torch.float64 if precision == "float64" else torch.float32).train()
-    convs = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    convs = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
+    images = images.to(next(model.parameters()).dtype)
+    norms = reading_norms(model, convs, images)
+    model.zero_grad()
     with torch.autocast(images.device.type, torch.bfloat16, enabled=precision.endswith("autocast")):
-        loss = F.cross_entropy(model(images.to(convs[0].weight.dtype)).float().double(), labels)
-    gradients = torch.autograd.grad(loss, [conv.weight for conv in convs])
+        loss = F.cross_entropy(model(images).float().double(), labels)
+    loss.backward()
+    flows = NormFlows({norm: model.get_submodule(norm) for norm in norms.values()})
+    flow = flows.means(flows.values(), 1)
     found: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    for conv, gradient in zip(convs, gradients, strict=True):
-        w, g = conv.weight.detach().double(), gradient.double()
-        found["synflow"].append(float((w * g).sum()))
+    for name, conv in convs.items():
+        assert conv.weight.grad is not None
+        w, g = conv.weight.detach().double(), conv.weight.grad.double()
+        summed = float((w * g).sum())
+        found["synflow_summed"].append(summed)
+        found["synflow"].append(summed if precision == "float64" else flow.get(norms.get(name, ""), summed))
         found["snip"].append(float((w * g).abs().sum()))
         found["grad_norm"].append(float(g.norm()))
         found["invariant"].append(float(g.norm() * w.norm()))
     return found
+
+
+@torch.no_grad()
+def settle_(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
+    """Let running statistics be those of the present weights, as they are in the midst of training."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # the mean of all batches
+    for images, _ in batches:
+        model.float().train()(images)
 
 
 def mean_scores(model: nn.Module, batches: list[tuple[Tensor, Tensor]], precision: str) -> dict[str, list[float]]:
@@ -75,10 +98,11 @@ def train_(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
 
 def examine(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Everything about one network."""
+    settle_(model, batches)
     exact = mean_scores(model, batches, "float64")
     half = len(batches) // 2
     halves = [mean_scores(model, part, "float64") for part in (batches[:half], batches[half:])]
-    ratios = [abs(a) / b for a, b in zip(exact["synflow"], exact["snip"], strict=True)]
+    ratios = [abs(a) / b for a, b in zip(exact["synflow_summed"], exact["snip"], strict=True)]
     found: dict[str, Any] = {
         "scores": {"float64": exact},
         "synflow_to_snip": {"median": statistics.median(ratios), "largest": max(ratios)},

@@ -86,6 +86,23 @@ def growth_figures() -> str:
     )
 
 
+def choices_table() -> str:
+    """Which layers each score lets grow, in order."""
+    data, comparison = json.loads((ROOT / "results" / "selection.json").read_text()), COMPARISONS["scores"]
+    by_arm = {
+        arm: {run["seed"]: run["expanded"] for run in data["runs"] if run["flags"] == flags}
+        for arm, flags in comparison.arms.items()
+    }
+    seeds = sorted({seed for runs in by_arm.values() for seed in runs})
+    heads = ["convolutions that grow, in order", *(f"seed {seed}" for seed in seeds)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for arm, runs in by_arm.items():
+        cells = [", ".join(layer.removeprefix("conv") for layer in runs.get(seed, ())) or MISSING for seed in seeds]
+        lines += [f"| {arm} | {' | '.join(cells)} |"] if runs else []
+    about = f"{data['hardware']}; torch {data['versions']['torch']}; `{command('scores', 'selection')}`"
+    return "\n".join([*lines, "", f"(VGG-16, CIFAR-10, 40 epochs under autocast, 1.5 × the multiply-adds. {about})"])
+
+
 def command(study: str, file: str) -> str:
     return f"python benchmarks/arms.py {study} --data DIR --out results/{file}.json"
 

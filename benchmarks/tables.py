@@ -308,6 +308,7 @@ TABLES = {
     ("docs/speed.md", "executions table"): study_tables.executions_table,
     ("docs/downstream.md", "downstream table"): downstream_table,
     ("docs/results.md", "cifar table"): study_tables.cifar_table,
+    ("docs/results.md", "choices table"): study_tables.choices_table,
     ("docs/results.md", "selection tables"): study_tables.selection_tables,
     ("docs/results.md", "missing studies"): study_tables.missing_studies,
     ("docs/results.md", "growth figures"): study_tables.growth_figures,

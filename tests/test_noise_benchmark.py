@@ -28,8 +28,17 @@ def net(norm: nn.Module) -> nn.Sequential:
 
 def test_the_sum_cancels_behind_a_batch_norm_and_only_there():
     behind, alone = (noise.scores(net(norm), batch(), "float64") for norm in (nn.BatchNorm2d(8), nn.Identity()))
-    assert abs(behind["synflow"][0]) < 1e-3 * behind["snip"][0]
-    assert abs(alone["synflow"][0]) > 1e-3 * alone["snip"][0]
+    assert abs(behind["synflow_summed"][0]) < 1e-3 * behind["snip"][0]
+    assert abs(alone["synflow_summed"][0]) > 1e-3 * alone["snip"][0]
+
+
+def test_under_autocast_the_norm_knows_what_the_sum_does_not():
+    model = net(nn.BatchNorm2d(8))
+    noise.settle_(model, [batch()])
+    exact, ours = (noise.scores(model, batch(), precision) for precision in ("float64", "bfloat16 autocast"))
+    assert exact["synflow"] == exact["synflow_summed"]
+    assert ours["synflow"] == pytest.approx(exact["synflow"], rel=0.1)
+    assert abs(ours["synflow_summed"][0] - exact["synflow"][0]) > 2 * abs(exact["synflow"][0])
 
 
 @pytest.mark.parametrize("metric", ["snip", "grad_norm", "invariant"])

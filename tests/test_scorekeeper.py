@@ -143,25 +143,69 @@ def test_scores_that_need_no_norms_do_not_watch_them():
     assert controller.scorer.read().flows == {}
 
 
-def test_the_same_operations_are_watched_in_the_same_tensors():
+def test_weights_are_not_gone_through_once_the_norm_after_them_is_known():
     model = make_chain()
     optimizer, controller = begin(model, macs_limit=1.0)  # no room to grow
-    scorer = controller.scorer
     train_epoch(model, optimizer, BATCHES)
-    before = scorer.beginnings
-    assert controller.epoch_end(BATCHES) == []
+    assert list(controller.scorer.read().means["snip"]) == ["0", "3", "6"]
+    controller.epoch_end(BATCHES)
+    train_epoch(model, optimizer, BATCHES)
+    seen = controller.scorer.read()
+    assert (seen.steps, seen.means["snip"]) == (3, {})
+    controller.epoch_end(BATCHES)
+    assert controller.events[-1]["scores"] == {"0": seen.flows["1"], "3": seen.flows["4"], "6": seen.flows["7"]}
+
+
+def test_weights_are_gone_through_again_if_the_norm_after_them_falls_silent():
+    model = make_chain()
+    optimizer, controller = begin(model, macs_limit=1.0)
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+    model[4].weight.requires_grad_(False)
+    model[4].weight.grad = None
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+    assert list(controller.events[-1]["scores"]) == ["0", "6"]
+    train_epoch(model, optimizer, BATCHES)
+    means = controller.scorer.read().means["synflow_summed"]
+    controller.epoch_end(BATCHES)
+    assert controller.events[-1]["scores"]["3"] == means["3"] != 0
+
+
+def test_without_a_gradient_anywhere_no_step_counts():
+    model = make_chain()
+    optimizer, controller = begin(model, macs_limit=1.0)
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert controller.scorer.read().steps == 0
+
+
+def test_the_same_operations_are_watched_in_the_same_tensors():
+    model = make_chain()
+    optimizer, controller = begin(model, macs_limit=1.0)
+    scorer = controller.scorer
+    for _ in range(2):
+        train_epoch(model, optimizer, BATCHES)
+        before = scorer.beginnings
+        assert controller.epoch_end(BATCHES) == []
     assert (scorer.beginnings, controller.attempts) == (before, 0)
     assert (scorer.read().steps, scorer.step, scorer.read().flows["1"]) == (0, 0, 0.0)
-    dyrep.expand_(model, "3", calibration=BATCHES, optimizer=optimizer)
     scorer.watch({"0": [model[0].weight]})
     assert scorer.beginnings == before + 1
 
 
-def test_flows_survive_saving_and_loading():
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_scores_survive_saving_and_loading(epochs):
     model = make_chain()
-    optimizer, controller = begin(model)
+    optimizer, controller = begin(model, macs_limit=1.0)
+    for _ in range(epochs):  # after which weights are not gone through any more
+        train_epoch(model, optimizer, BATCHES)
+        controller.epoch_end(BATCHES)
     train_epoch(model, optimizer, BATCHES)
     twin = make_chain()
-    _, other = begin(twin)
+    _, other = begin(twin, macs_limit=1.0)
     other.load_state_dict(copy.deepcopy(controller.state_dict()))
     assert other.scorer.read() == controller.scorer.read()
+    assert other.scorer.read().steps == 3

@@ -107,3 +107,12 @@ def test_growth_is_told_of_runs_without_a_limit_and_cuts_of_those_with_the_paper
     first, second = study_tables.growth_figures().splitlines()[:2]
     assert first.endswith("one seed per score: snip 1.20 G.")
     assert second == "- In 1 runs with the paper's rule: cuts in conv2, and in no other of 13 layers."
+
+
+def test_choices_are_told_seed_by_seed(found):
+    runs = selection_runs("scores", "synflow", "random")
+    chosen = [{**runs[0], "expanded": ["conv13", "conv2"]}, {**runs[1], "seed": 1, "expanded": ["conv7"]}]
+    found("selection", chosen)
+    head, _, *lines = rows(study_tables.choices_table())
+    assert head == "| convolutions that grow, in order | seed 0 | seed 1 |"
+    assert lines == ["| synflow | 13, 2 | – |", "| random | – | 7 |"]

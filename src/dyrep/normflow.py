@@ -60,6 +60,14 @@ class NormFlows:
         self.sums = torch.zeros_like(self._eps)
         self._silent: set[str] = set()
 
+    def __bool__(self) -> bool:
+        return bool(self._norms)
+
+    @property
+    def learns(self) -> bool:
+        """Whether some norm has learnt from a batch, so that there is a flow to add."""
+        return any(_learns(norm) for norm in self._norms.values())
+
     def watches(self, norms: Mapping[str, nn.Module]) -> bool:
         """Whether these are its norms."""
         ours = [(name, id(norm), id(norm.weight)) for name, norm in self._norms.items()]
@@ -70,7 +78,7 @@ class NormFlows:
         """The flow of every channel at this step; norms that do not learn from batches are left out from now on."""
         if not self._norms:
             return torch.zeros_like(self.sums)
-        silent = {name for name, norm in self._norms.items() if not norm.training or norm.weight.grad is None}
+        silent = {name for name, norm in self._norms.items() if not _learns(norm)}
         self._silent |= silent
         gradients = [
             torch.zeros_like(norm.weight) if name in silent else norm.weight.grad for name, norm in self._norms.items()
@@ -117,3 +125,8 @@ class NormFlows:
                 part.copy_(state[name])
             else:
                 self._silent.add(name)
+
+
+def _learns(norm: Any) -> bool:
+    """Whether a norm has normalised a batch by the batch's own deviation, and γ has a gradient from it."""
+    return norm.training and norm.weight.grad is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from dyrep.surgery.preserve import Forward
 
 class ScoreKeeper(scoring.StepScorer):
     """Sums what a metric needs while the optimizer steps, and adds what is computed at update time.
+
+    Once it is known which norm follows a convolution, synflow is taken from there and the weights themselves, of which
+    there are far more, are not gone through any more.
 
     Args:
         optimizer: the optimizer whose steps count.
@@ -46,12 +49,27 @@ class ScoreKeeper(scoring.StepScorer):
         super().__init__(optimizer, _step_metrics(config.score), every=config.score_every)
         self._config, self._loss, self._forward, self._distributed = config, loss, forward, distributed
         self._watched: dict[str, list[Tensor]] = {}
+        self._norms: Mapping[str, nn.Module] = {}
+        self._readers: dict[str, str] = {}  # the norm after a convolution, where one has told its score
 
     def watch(self, operations: Mapping[str, Iterable[Tensor]], norms: Mapping[str, nn.Module] | None = None) -> None:
         """Start over with these operations, and with the norms that may follow them, if the score needs to know."""
         self._watched = {name: list(parameters) for name, parameters in operations.items()}
-        flowing = self._watched and self._config.score in ("synflow", "vote")
-        super().watch(self._watched, norms if flowing else None)
+        self._norms = norms or {}
+        metric, summed = self._config.score, self._watched
+        if metric == "synflow":
+            summed = {name: ps for name, ps in summed.items() if self._readers.get(name) not in self._norms}
+        super().watch(summed, self._norms if self._watched and metric in ("synflow", "vote") else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums so far, by name, and which norms follow which convolution."""
+        return {**super().state_dict(), "readers": dict(self._readers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with saved sums; see `StepScorer.load_state_dict`."""
+        self._readers = dict(state.get("readers", {}))
+        self.watch(self._watched, self._norms)
+        super().load_state_dict(state)
 
     def scores(
         self, model: nn.Module, data: Sequence[Any] | None, seed: int
@@ -90,23 +108,19 @@ class ScoreKeeper(scoring.StepScorer):
             )
         if metric in scoring.STEP_METRICS:
             if metric == "synflow_summed":
-                _warn_about_noise(seen.means["synflow_summed"], seen.means["snip"])
+                _warn_about_noise(seen, self._watched)
             return seen.means[metric], seen
         if metric == "grasp":
             return self._grasp(model, data or ()), seen
-        synflow = self._synflow(model, data, seen)
+        norms = _norms_after(model, self._watched, data, self._forward)
+        self._readers = {name: norm for name, norm in norms.items() if norm in seen.flows}
+        flows = {name: seen.flows[norm] for name, norm in self._readers.items()}
+        synflow = {**seen.means["synflow_summed"], **flows}
         if metric == "synflow":
+            _warn_about_noise(seen, [name for name in self._watched if name not in flows], of=len(self._watched))
             return synflow, seen
         summed = {metric: seen.means[metric] for metric in ("snip", "grad_norm")}
         return scoring.vote({"synflow": synflow, **summed, "grasp": self._grasp(model, data or ())}), seen
-
-    def _synflow(self, model: nn.Module, data: Sequence[Any] | None, seen: scoring.StepScores) -> dict[str, float]:
-        """From the norm where one follows, which only batches can tell; from the sum of all terms elsewhere."""
-        norms = _norms_after(model, self._watched, data, self._forward)
-        flows = {name: seen.flows[norm] for name, norm in norms.items() if norm in seen.flows}
-        summed = {name: value for name, value in seen.means["synflow_summed"].items() if name not in flows}
-        _warn_about_noise(summed, seen.means["snip"])
-        return {name: flows.get(name, summed.get(name, 0.0)) for name in self._watched}
 
     def _grasp(self, model: nn.Module, data: Sequence[Any]) -> dict[str, float]:
         assert self._loss is not None
@@ -145,11 +159,13 @@ def _norms_after(
     return found | (reading_norms(model, own, data[0], forward) if data and own else {})
 
 
-def _warn_about_noise(summed: Mapping[str, float], sizes: Mapping[str, float]) -> None:
-    noise = scoring.noisy(summed, sizes)
-    if len(noise) * 2 > len(summed):
+def _warn_about_noise(seen: scoring.StepScores, summed: Collection[str], of: int | None = None) -> None:
+    """Warn if most scores, which are sums over weights where they are named, are rounding."""
+    means = {name: value for name, value in seen.means["synflow_summed"].items() if name in summed}
+    noise, count = scoring.noisy(means, seen.means["snip"]), of or len(summed)
+    if len(noise) * 2 > count:
         warnings.warn(
-            f"synflow is below numerical noise for {len(noise)} of {len(summed)} convolutions (its "
+            f"synflow is below numerical noise for {len(noise)} of {count} convolutions (its "
             f"terms cancel to less than {scoring.NOISE_RATIO:g} of their size): a norm follows them, so the loss "
             "does not depend on the scale of their weights and the ranking is close to arbitrary. Pass batches, so "
             "that score='synflow' can find that norm and take it from there; 'invariant' and 'snip' need none",

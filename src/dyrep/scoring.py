@@ -105,7 +105,7 @@ class StepScorer:
     @property
     def due(self) -> bool:
         """Whether the next step is scored."""
-        return bool(self._operations and self.metrics) and self.step % self.every == 0
+        return bool((self._operations and self.metrics) or self._flows) and self.step % self.every == 0
 
     def close(self) -> None:
         """Stop watching the optimizer."""
@@ -121,11 +121,11 @@ class StepScorer:
         self.beginnings += 1
         self._names = list(wanted)
         self._operations = list(wanted.values())
-        device = self._operations[0][0].device if self._operations else torch.device("cpu")
+        self._flows = NormFlows(norms or {})
+        device = self._operations[0][0].device if self._operations else self._flows.sums.device
         self._constants = {}
         self._sums = torch.zeros(len(self._names), len(self.metrics), device=device)
         self._counts = torch.zeros(2, device=device)
-        self._flows = NormFlows(norms or {})
 
     def _watches(self, operations: Mapping[str, list[Tensor]], norms: Mapping[str, nn.Module]) -> bool:
         """Whether these are the operations and norms that are watched already."""
@@ -203,9 +203,11 @@ class StepScorer:
     @torch.no_grad()
     def _score_step(self, optimizer: Optimizer) -> None:
         held = [(row, p) for row, operation in enumerate(self._operations) for p in operation if p.grad is not None]
-        if not held or not self.metrics:
+        if not held and (self._operations or not self._flows.learns):
             return
-        values, flows = self._values([row for row, _ in held], [p for _, p in held]), self._flows.values()
+        rows, parameters = [row for row, _ in held], [p for _, p in held]
+        values = self._values(rows, parameters) if held else torch.zeros_like(self._sums)
+        flows = self._flows.values() if self._flows else values.new_zeros(0)
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself
         if scale is not None:
             values, flows = values / scale, flows / scale
@@ -215,7 +217,8 @@ class StepScorer:
         if found_inf is not None:
             good = good & (found_inf.to(good.device) == 0).all()
         self._sums += values.masked_fill_(~good, 0.0)
-        self._flows.sums += flows.masked_fill_(~good, 0.0)
+        if self._flows:
+            self._flows.sums += flows.masked_fill_(~good, 0.0)
         self._counts[0] += good
         self._counts[1] += ~good
 
