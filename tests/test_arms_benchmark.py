@@ -132,7 +132,7 @@ def test_several_studies_share_one_pool_and_their_runs(trained, tmp_path, capsys
     out = tmp_path / "found.json"
     arms.main(["scores", "cuts", "--out", str(out), "--seeds", "1"])
     found = [arm for arm, _, _ in trained]
-    assert len(found) == 8  # what cuts begins with is an arm of scores
+    assert len(found) == 9  # what cuts begins with is an arm of scores
     assert found[-2:] == ["never", "paper, λ = 0.002"]
     shown = capsys.readouterr().out
     assert "grad_norm" in shown
@@ -150,7 +150,7 @@ def test_no_run_is_begun_after_its_time(trained, tmp_path, capsys):
     out = tmp_path / "found.json"
     arms.main(["cuts", "--out", str(out), "--seeds", "2", "--minutes", "0"])
     assert not trained
-    assert "6 runs were not begun" in capsys.readouterr().out
+    assert "8 runs were not begun" in capsys.readouterr().out
 
 
 def test_another_setup_is_refused(trained, tmp_path):
