@@ -133,7 +133,7 @@ def test_several_studies_share_one_pool_and_their_runs(trained, tmp_path, capsys
     arms.main(["scores", "cuts", "--out", str(out), "--seeds", "1"])
     found = [arm for arm, _, _ in trained]
     assert len(found) == 9  # what cuts begins with is an arm of scores
-    assert found[-2:] == ["never", "paper, λ = 0.002"]
+    assert found[-3:] == ["never", "paper, λ = 0.002", "reference, reference norm"]
     shown = capsys.readouterr().out
     assert "grad_norm" in shown
     assert "never" in shown
