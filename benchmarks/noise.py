@@ -42,11 +42,11 @@ def scores(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str) -> di
     convs = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     images = images.to(next(model.parameters()).dtype)
     norms = reading_norms(model, convs, images)
+    flows = NormFlows({norm: model.get_submodule(norm) for norm in norms.values()})
     model.zero_grad()
     with torch.autocast(images.device.type, torch.bfloat16, enabled=precision.endswith("autocast")):
         loss = F.cross_entropy(model(images).float().double(), labels)
     loss.backward()
-    flows = NormFlows({norm: model.get_submodule(norm) for norm in norms.values()})
     flow = flows.means(flows.values(), 1)
     found: dict[str, list[float]] = {metric: [] for metric in METRICS}
     for name, conv in convs.items():
@@ -59,17 +59,6 @@ def scores(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str) -> di
         found["grad_norm"].append(float(g.norm()))
         found["invariant"].append(float(g.norm() * w.norm()))
     return found
-
-
-@torch.no_grad()
-def settle_(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
-    """Let running statistics be those of the present weights, as they are in the midst of training."""
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.reset_running_stats()
-            module.momentum = None  # the mean of all batches
-    for images, _ in batches:
-        model.float().train()(images)
 
 
 def mean_scores(model: nn.Module, batches: list[tuple[Tensor, Tensor]], precision: str) -> dict[str, list[float]]:
@@ -98,7 +87,6 @@ def train_(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> None:
 
 def examine(model: nn.Module, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     """Everything about one network."""
-    settle_(model, batches)
     exact = mean_scores(model, batches, "float64")
     half = len(batches) // 2
     halves = [mean_scores(model, part, "float64") for part in (batches[:half], batches[half:])]

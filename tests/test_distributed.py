@@ -100,3 +100,25 @@ def disagree_on_rank(rank):
 
 def test_ranks_with_different_settings_stop_with_the_reason(tmp_path):
     mp.spawn(run_disagreeing_rank, args=(tmp_path / "init",), nprocs=2)
+
+
+def run_rank_that_sees_other_things(rank, init_file, out):
+    """A convolution that its norm alone reads on one rank, and something else too on the other."""
+    with member(rank, init_file):
+        model = make_net()
+        if rank:
+            model[0].register_forward_hook(lambda module, args, output: output * 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(interval=1, calibration_batches=2))
+        train_epoch(model, optimizer, make_batches(seed=rank))
+        seen = controller.scorer.read()
+        controller.update(make_batches(seed=rank))
+        torch.save({"scores": controller.events[-1]["scores"], "flows": seen.flows}, f"{out}/rank{rank}.pt")
+
+
+def test_ranks_score_alike_by_what_all_of_them_have_seen(tmp_path):
+    mp.spawn(run_rank_that_sees_other_things, args=(tmp_path / "init", str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert first == second
+    assert first["scores"]["5"] == first["flows"]["6"]
+    assert first["scores"]["0"] != first["flows"]["1"]

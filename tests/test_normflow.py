@@ -7,6 +7,7 @@ from torch import nn
 
 from dyrep.branches import BRANCHES
 from dyrep.normflow import NormFlows, has_flow
+from dyrep.surgery import ranks
 from dyrep.surgery.edits import expand_
 
 
@@ -73,13 +74,72 @@ def test_norms_that_do_not_learn_from_batches_have_no_flow():
     model[4].weight.requires_grad_(False)
     backward(model, torch.float32)
     flows = NormFlows({name: model.get_submodule(name) for name in ("1", "4", "7")})
-    assert list(flows.means(flows.values(), 1)) == ["7"]
+    flows.sums += flows.values()
+    assert list(flows.means(flows.sums, 1)) == ["7"]
     model[1].train()
-    assert list(flows.means(flows.values(), 2)) == ["7"]  # the first step is missing
+    flows.sums += flows.values()
+    assert list(flows.means(flows.sums, 2)) == ["7"]  # the first step is missing
     flows.reset_()
-    model.zero_grad()
+    flows.sums += flows.values()
+    assert list(flows.means(flows.sums, 1)) == ["1", "7"]
+
+
+def test_a_step_that_a_norm_had_no_part_in_adds_nothing():
+    model = chain()
     backward(model, torch.float32)
-    assert list(flows.means(flows.values(), 1)) == ["1", "7"]
+    flows = NormFlows({"7": model[7]})
+    flows.sums += flows.values()
+    before = flows.means(flows.sums, 1)["7"]
+    model.zero_grad()
+    flows.sums += flows.values()
+    assert flows.means(flows.sums, 2)["7"] == pytest.approx(before / 2)
+
+
+def drift(model, weight=1.5):
+    """A step that changes all variances."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.weight.mul_(weight)
+    model.zero_grad()
+    backward(model)
+
+
+@pytest.mark.parametrize("momentum", [0.01, 0.1])
+def test_the_variance_is_that_of_the_batch_although_the_running_one_lags(momentum):
+    model = chain().double()
+    for number in (1, 4, 7):
+        model[number].momentum = momentum
+    flows = NormFlows({name: model.get_submodule(name) for name in ("1", "4", "7")})
+    drift(model)
+    flows.values()
+    drift(model)
+    found = flows.means(flows.values(), 1)
+    for conv, norm in (("0", "1"), ("3", "4"), ("6", "7")):
+        assert found[norm] == pytest.approx(summed(model.get_submodule(conv)), rel=5e-3)
+
+
+@pytest.mark.parametrize("why", ["two batches", "momentum", "ranks"])
+def test_where_the_batch_cannot_be_told_the_running_variance_stands_in(why, monkeypatch):
+    model = chain().double()
+    norm = model[7]
+    norm.momentum = None if why == "momentum" else 0.1
+    monkeypatch.setattr(ranks, "distributed", lambda: why == "ranks")
+    flows = NormFlows({"7": norm})
+    drift(model)
+    flows.values()
+    for _ in range(2 if why == "two batches" else 1):
+        backward(model)
+    expected = (norm.weight * norm.weight.grad * norm.eps / (norm.running_var + norm.eps)).sum()
+    assert flows.means(flows.values(), 1)["7"] == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+def test_scaled_gradients_are_unscaled_and_steps_are_not():
+    model = chain()
+    backward(model, torch.float32)
+    flows = NormFlows({"7": model[7]})
+    plain, scaled = flows.values(), flows.values(torch.tensor(4.0))
+    assert flows.means(scaled, 1)["7"] == pytest.approx(flows.means(plain, 1)["7"] / 4)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +150,7 @@ def test_norms_that_do_not_learn_from_batches_have_no_flow():
         (nn.BatchNorm2d(4, track_running_stats=False), False),
         (nn.InstanceNorm2d(4, affine=True, track_running_stats=True), False),
         (nn.LayerNorm(4), False),
+        (nn.LazyBatchNorm2d(), False),
         (nn.Conv2d(4, 4, 3), False),
     ],
 )
@@ -105,8 +166,26 @@ def test_saved_sums_are_gone_on_with_and_what_has_none_is_left_out():
     flows.sums += flows.values()
     other = NormFlows({**norms, "7": model[7]})
     other.load_state_dict(flows.state_dict())
-    other.sums += other.values()
-    assert other.means(other.sums, 2) == flows.means(flows.sums, 1)
+    assert other.means(other.sums, 1) == flows.means(flows.sums, 1)
+    backward(model, torch.float32)
+    ours, theirs = other.values(), flows.values()
+    assert torch.equal(ours[:12], theirs[:12])
+    other.sums += ours
+    assert list(other.means(other.sums, 2)) == ["1", "4"]
+
+
+def test_sums_of_a_norm_of_another_size_are_not_taken_over():
+    flows, other = (NormFlows({"norm": nn.BatchNorm2d(channels)}) for channels in (4, 6))
+    other.load_state_dict(flows.state_dict())
+    assert other.means(other.sums, 1) == {}
+
+
+def test_norms_are_known_by_name_and_identity():
+    norm = nn.BatchNorm2d(4)
+    flows = NormFlows({"norm": norm})
+    assert flows.watches({"norm": norm})
+    assert not flows.watches({"other": norm})
+    assert not flows.watches({"norm": nn.BatchNorm2d(4)})
 
 
 def test_nothing_to_watch_is_fine():

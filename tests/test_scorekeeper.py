@@ -67,7 +67,7 @@ def test_sums_that_are_noise_are_warned_about(score, batches):
     optimizer, controller = begin(model, score=score)
     train_epoch(model, optimizer, BATCHES)
     means = controller.scorer.read().means["synflow_summed"]
-    with pytest.warns(ScoreNoiseWarning, match=r"3 of 3 convolutions.*Pass batches.*'invariant' and 'snip' need none"):
+    with pytest.warns(ScoreNoiseWarning, match=r"3 of 3 convolutions.*with batches takes it from that norm"):
         assert controller.epoch_end(batches)
     assert controller.events[-1]["scores"] == means
 
@@ -143,69 +143,88 @@ def test_scores_that_need_no_norms_do_not_watch_them():
     assert controller.scorer.read().flows == {}
 
 
-def test_weights_are_not_gone_through_once_the_norm_after_them_is_known():
+def test_a_norm_on_the_kernel_itself_tells_its_score():
     model = make_chain()
-    optimizer, controller = begin(model, macs_limit=1.0)  # no room to grow
+    dyrep.expand_(model, "3", ["1x1"], calibration=BATCHES, origin_norm="reference")
+    optimizer, controller = begin(model, regrow=True)
     train_epoch(model, optimizer, BATCHES)
-    assert list(controller.scorer.read().means["snip"]) == ["0", "3", "6"]
+    flows = controller.scorer.read().flows
     controller.epoch_end(BATCHES)
-    train_epoch(model, optimizer, BATCHES)
-    seen = controller.scorer.read()
-    assert (seen.steps, seen.means["snip"]) == (3, {})
-    controller.epoch_end(BATCHES)
-    assert controller.events[-1]["scores"] == {"0": seen.flows["1"], "3": seen.flows["4"], "6": seen.flows["7"]}
+    assert controller.events[-1]["scores"]["3"] == flows["3.origin_norm"]
 
 
-def test_weights_are_gone_through_again_if_the_norm_after_them_falls_silent():
+def test_a_step_that_is_not_finite_adds_nothing_to_flows():
     model = make_chain()
-    optimizer, controller = begin(model, macs_limit=1.0)
+    optimizer, controller = begin(model)
+    train_epoch(model, optimizer, BATCHES)
+    before = controller.scorer.read()
+    model[1].weight.grad.fill_(torch.inf)
+    optimizer.step()
+    after = controller.scorer.read()
+    assert (after.steps, after.skipped, after.flows) == (3, 1, before.flows)
+
+
+def test_an_update_without_batches_after_one_with_them_is_scored_by_sums():
+    model = make_chain()
+    optimizer, controller = begin(model, macs_limit=None, max_depth=1)
     train_epoch(model, optimizer, BATCHES)
     controller.epoch_end(BATCHES)
-    model[4].weight.requires_grad_(False)
-    model[4].weight.grad = None
-    train_epoch(model, optimizer, BATCHES)
-    controller.epoch_end(BATCHES)
-    assert list(controller.events[-1]["scores"]) == ["0", "6"]
     train_epoch(model, optimizer, BATCHES)
     means = controller.scorer.read().means["synflow_summed"]
-    controller.epoch_end(BATCHES)
-    assert controller.events[-1]["scores"]["3"] == means["3"] != 0
+    controller.epoch_end()
+    scores = controller.events[-1]["scores"]
+    own = [name for name in scores if ".branches." not in name]
+    assert len(own) == 2
+    assert all(scores[name] == means[name] for name in own)
 
 
-def test_without_a_gradient_anywhere_no_step_counts():
+def test_a_state_of_an_earlier_version_is_gone_on_with():
     model = make_chain()
-    optimizer, controller = begin(model, macs_limit=1.0)
+    optimizer, controller = begin(model)
     train_epoch(model, optimizer, BATCHES)
-    controller.epoch_end(BATCHES)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert controller.scorer.read().steps == 0
+    state = copy.deepcopy(controller.state_dict())
+    state["scorer"]["metrics"] = ["synflow", "snip"]
+    del state["scorer"]["flows"]
+    twin = make_chain()
+    _, other = begin(twin)
+    other.load_state_dict(state)
+    seen = other.scorer.read()
+    assert (seen.steps, seen.flows) == (3, {})
+    assert seen.means == controller.scorer.read().means
 
 
 def test_the_same_operations_are_watched_in_the_same_tensors():
     model = make_chain()
     optimizer, controller = begin(model, macs_limit=1.0)
     scorer = controller.scorer
-    for _ in range(2):
-        train_epoch(model, optimizer, BATCHES)
-        before = scorer.beginnings
-        assert controller.epoch_end(BATCHES) == []
+    train_epoch(model, optimizer, BATCHES)
+    before = scorer.beginnings
+    assert controller.epoch_end(BATCHES) == []
     assert (scorer.beginnings, controller.attempts) == (before, 0)
-    assert (scorer.read().steps, scorer.step, scorer.read().flows["1"]) == (0, 0, 0.0)
+    assert (scorer.read().steps, scorer.step, scorer.read().means["snip"]["0"]) == (0, 0, 0.0)
     scorer.watch({"0": [model[0].weight]})
     assert scorer.beginnings == before + 1
+    scorer.watch({"0": [model[3].weight]})
+    assert scorer.beginnings == before + 2
 
 
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_scores_survive_saving_and_loading(epochs):
+def test_edits_are_counted_though_what_is_scored_stays_the_same():
     model = make_chain()
-    optimizer, controller = begin(model, macs_limit=1.0)
-    for _ in range(epochs):  # after which weights are not gone through any more
-        train_epoch(model, optimizer, BATCHES)
-        controller.epoch_end(BATCHES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dyrep.expand_(model, "3", ["1x1", "residual"], calibration=BATCHES, optimizer=optimizer)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", macs_limit=1.0, cut_threshold=0.0))
+    train_epoch(model, optimizer, BATCHES)
+    before = controller.scorer.beginnings
+    assert [edit.kind for edit in controller.epoch_end(BATCHES)] == ["cut"]
+    assert (controller.scorer.beginnings, controller.attempts) == (before, 1)
+
+
+def test_scores_survive_saving_and_loading():
+    model = make_chain()
+    optimizer, controller = begin(model)
     train_epoch(model, optimizer, BATCHES)
     twin = make_chain()
-    _, other = begin(twin, macs_limit=1.0)
+    _, other = begin(twin)
     other.load_state_dict(copy.deepcopy(controller.state_dict()))
     assert other.scorer.read() == controller.scorer.read()
     assert other.scorer.read().steps == 3

@@ -14,6 +14,7 @@ from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.normflow import has_flow
 from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
+from dyrep.surgery.preserve import device_of
 from dyrep.surgery.structure import structure
 from dyrep.surgery.targets import Target, is_inside, outermost, targets
 
@@ -94,10 +95,11 @@ class Candidates:
         return {t.name: list(self._model.get_submodule(t.name).parameters(recurse=False)) for t in self.targets()}
 
     def norms(self) -> dict[str, nn.Module]:
-        """The norms of the model that the optimizer trains; some of them follow a candidate."""
+        """The norms of the model that the optimizer trains, some of which follow a candidate; all on one device."""
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        modules = self._model.named_modules()
-        return {name: module for name, module in modules if has_flow(module) and id(module.weight) in held}
+        flowing = {name: module for name, module in self._model.named_modules() if has_flow(module)}
+        device = device_of(self._model)
+        return {name: n for name, n in flowing.items() if id(n.weight) in held and n.weight.device == device}
 
     def _judged(self) -> list[tuple[Target, str]]:
         """Every convolution with the reason against it, if there is one."""

@@ -12,12 +12,14 @@ rounding. On the right nothing cancels within a channel.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dyrep.norm import BranchNorm
+from dyrep.surgery import ranks
 
 
 def has_flow(module: nn.Module) -> bool:
@@ -29,19 +31,23 @@ def has_flow(module: nn.Module) -> bool:
     """
     if isinstance(module, BranchNorm):
         return True
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.running_var is not None
+    batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+    return batch_norm and module.running_var is not None and not is_lazy(cast(Tensor, module.weight))
 
 
 class NormFlows:
     """Sums the flow of norms over training steps, channel by channel, on the device.
 
-    The variance of a batch is taken to be the running one, which follows it closely.
+    The variance of a batch follows from how far the running one has moved, where a step is one batch of a norm of
+    torch's, the step before was seen too, and ranks do not exchange statistics. Elsewhere the running variance stands
+    in for it.
 
     Args:
-        norms: norms by name, see `has_flow`.
+        norms: norms by name, see `has_flow`, all on one device.
 
     Attributes:
-        sums: the flows of all channels so far; whoever takes a step adds its `values`.
+        sums: the flows of all channels so far, and for each norm in how many steps it learnt; whoever takes a step
+            adds its `values`.
 
     Example:
         >>> conv, norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4, eps=0.1, momentum=1.0)
@@ -55,78 +61,123 @@ class NormFlows:
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
         self._norms: dict[str, Any] = dict(norms)
         self._sizes = [norm.weight.numel() for norm in self._norms.values()]
-        eps = [torch.full_like(norm.running_var, norm.eps, dtype=torch.float32) for norm in self._norms.values()]
-        self._eps = torch.cat(eps) if eps else torch.zeros(0)
-        self.sums = torch.zeros_like(self._eps)
-        self._silent: set[str] = set()
+        self.sums = torch.zeros(0)
+        if not self._norms:
+            return
+        self._eps = self._spread([norm.eps for norm in self._norms.values()])
+        self._momentum = self._spread([_momentum(norm) for norm in self._norms.values()])
+        self._one, self._zero = self._eps.new_ones(1), self._eps.new_zeros(1)
+        self._earlier_variance, self._earlier_count = self._seen()
+        self.sums = self._eps.new_zeros(len(self._eps) + len(self._norms))
 
     def __bool__(self) -> bool:
         return bool(self._norms)
 
-    @property
-    def learns(self) -> bool:
-        """Whether some norm has learnt from a batch, so that there is a flow to add."""
-        return any(_learns(norm) for norm in self._norms.values())
-
     def watches(self, norms: Mapping[str, nn.Module]) -> bool:
-        """Whether these are its norms."""
-        ours = [(name, id(norm), id(norm.weight)) for name, norm in self._norms.items()]
-        return ours == [(name, id(norm), id(norm.weight)) for name, norm in norms.items()]
+        """Whether these are its norms, where they were."""
+        ours, theirs = ([(name, id(norm)) for name, norm in found.items()] for found in (self._norms, norms))
+        return ours == theirs and all(norm.weight.device == self.sums.device for norm in self._norms.values())
 
     @torch.no_grad()
-    def values(self) -> Tensor:
-        """The flow of every channel at this step; norms that do not learn from batches are left out from now on."""
+    def values(self, scale: Tensor | None = None) -> Tensor:
+        """What this step adds to the sums.
+
+        Args:
+            scale: what gradients have been multiplied by, if they have.
+        """
         if not self._norms:
             return torch.zeros_like(self.sums)
-        silent = {name for name, norm in self._norms.items() if not _learns(norm)}
-        self._silent |= silent
-        gradients = [
-            torch.zeros_like(norm.weight) if name in silent else norm.weight.grad for name, norm in self._norms.items()
-        ]
         norms = self._norms.values()
-        gamma, variance, gradient = (
-            torch.cat([part.float() for part in parts])
-            for parts in ([norm.weight for norm in norms], [norm.running_var for norm in norms], gradients)
-        )
-        return gamma * gradient * self._eps / (variance + self._eps)
+        learning = [norm.training and norm.weight.requires_grad for norm in norms]
+        gradients = [
+            norm.weight.grad if learns and norm.weight.grad is not None else torch.zeros_like(norm.weight)
+            for norm, learns in zip(norms, learning, strict=True)
+        ]
+        gamma, gradient = (_flat(parts) for parts in ([norm.weight for norm in norms], gradients))
+        flow = gamma * gradient * self._eps / (self._batch_variance() + self._eps)
+        learnt = [self._one if learns else self._zero for learns in learning]
+        return torch.cat([flow if scale is None else flow / scale, *learnt])
+
+    def _batch_variance(self) -> Tensor:
+        """The variance of the last batch, or the running one where it cannot be told."""
+        running, count = self._seen()
+        moved = (running - (1 - self._momentum) * self._earlier_variance) / self._momentum
+        known = (count == self._earlier_count + 1) & (self._momentum > 0) & (moved > 0)
+        self._earlier_variance.copy_(running)
+        self._earlier_count.copy_(count)
+        return torch.where(known, moved, running)
+
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """The running variance of every channel, and over how many batches."""
+        norms = self._norms.values()
+        counts = [_count(norm, self._zero).expand(size) for norm, size in zip(norms, self._sizes, strict=True)]
+        return _flat([norm.running_var for norm in norms]), _flat(counts)
 
     def reset_(self) -> None:
         """Start over, in place."""
         self.sums.zero_()
-        self._silent.clear()
 
     def means(self, sums: Tensor, steps: float) -> dict[str, float]:
         """The mean flow of every norm that learnt from batches in all steps.
 
         Args:
-            sums: of all channels; our own, or those over all ranks.
+            sums: our own, or the means over all ranks.
             steps: how many were added up.
         """
-        if not self._norms:
+        if not self._norms or not steps:
             return {}
-        totals = torch.stack([part.double().sum() for part in sums.split(self._sizes)]) / max(steps, 1)
-        found = dict(zip(self._norms, totals.tolist(), strict=True))
-        return {name: mean for name, mean in found.items() if name not in self._silent}
+        parts = sums.double().split([*self._sizes, len(self._norms)])
+        totals = torch.stack([*(part.sum() for part in parts[:-1]), *parts[-1]]).tolist()
+        found = zip(self._norms, totals, totals[len(self._norms) :], strict=False)
+        return {name: total / steps for name, total, learnt in found if abs(learnt - steps) < 1e-3}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The sums so far, by name."""
+        """The sums so far, by name: those of the channels, and the number of steps."""
         if not self._norms:
             return {}
-        parts = zip(self._norms, self.sums.split(self._sizes), strict=True)
-        return {name: part.clone() for name, part in parts if name not in self._silent}
+        *parts, learnt = self.sums.split([*self._sizes, len(self._norms)])
+        counted = zip(self._norms, parts, learnt.unsqueeze(1), strict=True)
+        earlier = zip(self._earlier_variance.split(self._sizes), self._earlier_count.split(self._sizes), strict=True)
+        return {
+            name: torch.cat([part, count, variance, tracked])
+            for (name, part, count), (variance, tracked) in zip(counted, earlier, strict=True)
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with saved sums; norms that have none are left out until the next start."""
+        """Go on with saved sums; norms that have none have not learnt."""
         self.reset_()
         if not self._norms:
             return
-        for name, part in zip(self._norms, self.sums.split(self._sizes), strict=True):
-            if name in state and state[name].shape == part.shape:
-                part.copy_(state[name])
-            else:
-                self._silent.add(name)
+        *parts, learnt = self.sums.split([*self._sizes, len(self._norms)])
+        variances, counts = self._earlier_variance.split(self._sizes), self._earlier_count.split(self._sizes)
+        for index, (name, size) in enumerate(zip(self._norms, self._sizes, strict=True)):
+            if name in state and len(state[name]) == 3 * size + 1:
+                saved = state[name].split([size, 1, size, size])
+                own = (parts[index], learnt[index : index + 1], variances[index], counts[index])
+                for ours, theirs in zip(own, saved, strict=True):
+                    ours.copy_(theirs)
+
+    def _spread(self, values: list[float]) -> Tensor:
+        """A number per norm as one per channel."""
+        first = next(iter(self._norms.values())).weight
+        parts = [torch.full((size,), value) for size, value in zip(self._sizes, values, strict=True)]
+        return torch.cat(parts).to(first.device)
 
 
-def _learns(norm: Any) -> bool:
-    """Whether a norm has normalised a batch by the batch's own deviation, and γ has a gradient from it."""
-    return norm.training and norm.weight.grad is not None
+def _flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.float() for part in parts])
+
+
+def _momentum(norm: Any) -> float:
+    """How far one batch moves running statistics; 0 where that cannot be told from outside."""
+    if isinstance(norm, BranchNorm):
+        return 0.0
+    if ranks.distributed() and not isinstance(norm, nn.SyncBatchNorm):
+        return 0.0  # DistributedDataParallel gives all ranks the statistics of the first one before every step
+    return norm.momentum or 0.0
+
+
+def _count(norm: Any, unknown: Tensor) -> Tensor:
+    """How many batches a norm has seen."""
+    tracked = getattr(norm, "num_batches_tracked", None)
+    return unknown if tracked is None else tracked.float().view(1)

@@ -15,15 +15,13 @@ from dyrep.block import RepConv
 from dyrep.branches.kinds import Branch
 from dyrep.config import DyRepConfig
 from dyrep.errors import ConfigError, DyRepError, ScoreNoiseWarning
+from dyrep.surgery import ranks
 from dyrep.surgery.followers import reading_norms
-from dyrep.surgery.preserve import Forward
+from dyrep.surgery.preserve import Forward, device_of
 
 
 class ScoreKeeper(scoring.StepScorer):
     """Sums what a metric needs while the optimizer steps, and adds what is computed at update time.
-
-    Once it is known which norm follows a convolution, synflow is taken from there and the weights themselves, of which
-    there are far more, are not gone through any more.
 
     Args:
         optimizer: the optimizer whose steps count.
@@ -49,27 +47,12 @@ class ScoreKeeper(scoring.StepScorer):
         super().__init__(optimizer, _step_metrics(config.score), every=config.score_every)
         self._config, self._loss, self._forward, self._distributed = config, loss, forward, distributed
         self._watched: dict[str, list[Tensor]] = {}
-        self._norms: Mapping[str, nn.Module] = {}
-        self._readers: dict[str, str] = {}  # the norm after a convolution, where one has told its score
 
     def watch(self, operations: Mapping[str, Iterable[Tensor]], norms: Mapping[str, nn.Module] | None = None) -> None:
         """Start over with these operations, and with the norms that may follow them, if the score needs to know."""
         self._watched = {name: list(parameters) for name, parameters in operations.items()}
-        self._norms = norms or {}
-        metric, summed = self._config.score, self._watched
-        if metric == "synflow":
-            summed = {name: ps for name, ps in summed.items() if self._readers.get(name) not in self._norms}
-        super().watch(summed, self._norms if self._watched and metric in ("synflow", "vote") else None)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sums so far, by name, and which norms follow which convolution."""
-        return {**super().state_dict(), "readers": dict(self._readers)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with saved sums; see `StepScorer.load_state_dict`."""
-        self._readers = dict(state.get("readers", {}))
-        self.watch(self._watched, self._norms)
-        super().load_state_dict(state)
+        flowing = self._watched and self._config.score in ("synflow", "vote")
+        super().watch(self._watched, norms if flowing else None)
 
     def scores(
         self, model: nn.Module, data: Sequence[Any] | None, seed: int
@@ -108,19 +91,28 @@ class ScoreKeeper(scoring.StepScorer):
             )
         if metric in scoring.STEP_METRICS:
             if metric == "synflow_summed":
-                _warn_about_noise(seen, self._watched)
+                _warn_about_noise(seen)
             return seen.means[metric], seen
         if metric == "grasp":
             return self._grasp(model, data or ()), seen
-        norms = _norms_after(model, self._watched, data, self._forward)
-        self._readers = {name: norm for name, norm in norms.items() if norm in seen.flows}
-        flows = {name: seen.flows[norm] for name, norm in self._readers.items()}
+        flows = self._from_norms(model, data, seen)
         synflow = {**seen.means["synflow_summed"], **flows}
         if metric == "synflow":
-            _warn_about_noise(seen, [name for name in self._watched if name not in flows], of=len(self._watched))
+            _warn_about_noise(seen, but=flows)
             return synflow, seen
         summed = {metric: seen.means[metric] for metric in ("snip", "grad_norm")}
         return scoring.vote({"synflow": synflow, **summed, "grasp": self._grasp(model, data or ())}), seen
+
+    def _from_norms(self, model: nn.Module, data: Sequence[Any] | None, seen: scoring.StepScores) -> dict[str, float]:
+        """What synflow is of the convolutions that a norm follows, which only batches can tell of the model's own."""
+        found = _norms_after(model, self._watched, data, self._forward)
+        found = {name: norm for name, norm in found.items() if norm in seen.flows}
+        if ranks.distributed(self._distributed):  # a batch may have shown another rank something else
+            lacking = torch.tensor([float(name not in found) for name in self._watched], device=device_of(model))
+            ranks.largest_(lacking)
+            common = [name for name, lacks in zip(self._watched, lacking.tolist(), strict=True) if not lacks]
+            found = {name: found[name] for name in common}
+        return {name: seen.flows[norm] for name, norm in found.items()}
 
     def _grasp(self, model: nn.Module, data: Sequence[Any]) -> dict[str, float]:
         assert self._loss is not None
@@ -150,25 +142,31 @@ def _norms_after(
     found, own = {}, {}
     for name in names:
         conv, parent = model.get_submodule(name), name.rpartition(".")[0]
-        if isinstance(conv, RepConv) and conv.branches:
+        block = conv if isinstance(conv, RepConv) else None
+        if block is not None and block.origin_norm is not None:
+            inner = f"{name}.origin_norm"
+        elif block is not None and block.branches:
             continue  # its kernel is one part of what is normalised
-        if not isinstance(model.get_submodule(parent), Branch):
+        elif isinstance(model.get_submodule(parent), Branch):
+            inner = f"{parent}.norm"
+        else:
             own[name] = conv
-        elif not folded:  # in a folded block σ is a constant
-            found[name] = f"{parent}.norm"
+            continue
+        if not folded:  # where σ is a constant
+            found[name] = inner
     return found | (reading_norms(model, own, data[0], forward) if data and own else {})
 
 
-def _warn_about_noise(seen: scoring.StepScores, summed: Collection[str], of: int | None = None) -> None:
-    """Warn if most scores, which are sums over weights where they are named, are rounding."""
-    means = {name: value for name, value in seen.means["synflow_summed"].items() if name in summed}
-    noise, count = scoring.noisy(means, seen.means["snip"]), of or len(summed)
-    if len(noise) * 2 > count:
+def _warn_about_noise(seen: scoring.StepScores, but: Collection[str] = ()) -> None:
+    """Warn if most scores are sums over weights that are rounding; some have been found in another way."""
+    means = seen.means["synflow_summed"]
+    noise = scoring.noisy({name: mean for name, mean in means.items() if name not in but}, seen.means["snip"])
+    if len(noise) * 2 > len(means):
         warnings.warn(
-            f"synflow is below numerical noise for {len(noise)} of {count} convolutions (its "
+            f"synflow is below numerical noise for {len(noise)} of {len(means)} convolutions (its "
             f"terms cancel to less than {scoring.NOISE_RATIO:g} of their size): a norm follows them, so the loss "
-            "does not depend on the scale of their weights and the ranking is close to arbitrary. Pass batches, so "
-            "that score='synflow' can find that norm and take it from there; 'invariant' and 'snip' need none",
+            "does not depend on the scale of their weights and the ranking is close to arbitrary. score='synflow' with "
+            "batches takes it from that norm, if it learns; 'invariant' and 'snip' are meaningful in any case",
             ScoreNoiseWarning,
             stacklevel=5,
         )

@@ -39,6 +39,8 @@ STEP_METRICS = ("synflow_summed", "snip", "grad_norm", "invariant")
 VOTERS = ("synflow", "snip", "grad_norm", "grasp")
 SCORES = ("synflow", *STEP_METRICS, "grasp", "random", "vote")
 NOISE_RATIO = 1e-4
+_FORMERLY = {"synflow": "synflow_summed"}
+"""What metrics are called in states that were saved by earlier versions."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The training loss of a batch: ``loss(model, batch)``."""
@@ -76,7 +78,7 @@ class StepScorer:
     Attributes:
         step: steps of the optimizer seen since the operations were given. A captured CUDA graph replays sums, not
             Python: whoever replays a step has to count it here, and to capture it with and without scoring.
-        beginnings: how often it was given other operations than before. Graphs captured before that are stale.
+        beginnings: how often it was given other operations or norms than before. Graphs captured before that are stale.
 
     Example:
         >>> conv = nn.Conv2d(1, 1, 3)
@@ -105,7 +107,7 @@ class StepScorer:
     @property
     def due(self) -> bool:
         """Whether the next step is scored."""
-        return bool((self._operations and self.metrics) or self._flows) and self.step % self.every == 0
+        return bool(self._operations and self.metrics) and self.step % self.every == 0
 
     def close(self) -> None:
         """Stop watching the optimizer."""
@@ -122,7 +124,7 @@ class StepScorer:
         self._names = list(wanted)
         self._operations = list(wanted.values())
         self._flows = NormFlows(norms or {})
-        device = self._operations[0][0].device if self._operations else self._flows.sums.device
+        device = self._operations[0][0].device if self._operations else self._counts.device
         self._constants = {}
         self._sums = torch.zeros(len(self._names), len(self.metrics), device=device)
         self._counts = torch.zeros(2, device=device)
@@ -131,7 +133,8 @@ class StepScorer:
         """Whether these are the operations and norms that are watched already."""
         same = self._names == list(operations) and self._flows.watches(norms)
         pairs = zip(self._operations, operations.values(), strict=False)
-        return same and all([id(p) for p in ours] == [id(p) for p in theirs] for ours, theirs in pairs)
+        same = same and all([id(p) for p in ours] == [id(p) for p in theirs] for ours, theirs in pairs)
+        return same and all(p.device == self._sums.device for parameters in operations.values() for p in parameters)
 
     def reset_(self) -> None:
         """Set all sums to zero, in place."""
@@ -143,7 +146,7 @@ class StepScorer:
         """Mean scores so far, averaged over ranks; waits for the device, once."""
         sums, counts, flows = self._sums.clone(), self._counts.clone(), self._flows.sums.clone()
         if ranks.distributed(distributed):
-            ranks.average_([sums, counts, flows])
+            ranks.average_([sums, counts, flows] if self._flows else [sums, counts])
         table = (sums / counts[0].clamp(min=1)).tolist()
         means = {
             metric: {name: row[column] for name, row in zip(self._names, table, strict=True)}
@@ -166,12 +169,13 @@ class StepScorer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with saved sums, those of operations that are still watched; with other metrics, start over."""
         self.reset_()
-        if not set(self.metrics) <= set(state["metrics"]):
+        metrics = [_FORMERLY.get(metric, metric) for metric in state["metrics"]]
+        if not set(self.metrics) <= set(metrics):
             return
         for row, name in enumerate(self._names):
             if name in state["names"]:
                 for column, metric in enumerate(self.metrics):
-                    saved = state["sums"][state["names"].index(name), state["metrics"].index(metric)]
+                    saved = state["sums"][state["names"].index(name), metrics.index(metric)]
                     self._sums[row, column] = saved
         self._counts.copy_(state["counts"])
         self._flows.load_state_dict(state.get("flows", {}))
@@ -203,14 +207,13 @@ class StepScorer:
     @torch.no_grad()
     def _score_step(self, optimizer: Optimizer) -> None:
         held = [(row, p) for row, operation in enumerate(self._operations) for p in operation if p.grad is not None]
-        if not held and (self._operations or not self._flows.learns):
+        if not held or not self.metrics:
             return
-        rows, parameters = [row for row, _ in held], [p for _, p in held]
-        values = self._values(rows, parameters) if held else torch.zeros_like(self._sums)
-        flows = self._flows.values() if self._flows else values.new_zeros(0)
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when a fused optimizer unscales by itself
+        values = self._values([row for row, _ in held], [p for _, p in held])
         if scale is not None:
-            values, flows = values / scale, flows / scale
+            values = values / scale
+        flows = self._flows.values(scale) if self._flows else values.new_zeros(0)
         # one kernel fewer than testing each, and inf or NaN survive a sum
         good = torch.isfinite(values.sum() + flows.sum())
         found_inf = getattr(optimizer, "found_inf", None)

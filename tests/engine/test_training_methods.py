@@ -590,9 +590,11 @@ def test_two_processes_train_blocks_and_end_with_the_same_weights(name, tmp_path
     assert len(events_of(tmp_path / "run", "update")) == (name == "repnas")
 
 
+@pytest.mark.parametrize("score", ["synflow", "invariant"])
 @pytest.mark.parametrize(("limit", "expected"), [(1.0, 0), (None, 2)])
-def test_steps_are_captured_again_only_if_something_has_changed(limit, expected, tmp_path, monkeypatch):
-    trainer = make_trainer(small_recipe(epochs=3, evolution={"interval": 1, "macs_limit": limit}), tmp_path / "run")
+def test_steps_are_captured_again_only_if_something_has_changed(score, limit, expected, tmp_path, monkeypatch):
+    evolution = {"interval": 1, "macs_limit": limit, "score": score}
+    trainer = make_trainer(small_recipe(epochs=3, evolution=evolution), tmp_path / "run")
     captured = []
     monkeypatch.setattr(trainer._train_on, "recapture", lambda: captured.append(trainer.epoch))
     assert trainer.train()
