@@ -131,31 +131,30 @@ class NormFlows:
         found = zip(self._norms, totals, totals[len(self._norms) :], strict=False)
         return {name: total / steps for name, total, learnt in found if abs(learnt - steps) < 1e-3}
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The sums so far, by name: those of the channels, and the number of steps."""
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """What is kept of every norm, by name."""
+        return {name: {key: part.clone() for key, part in kept.items()} for name, kept in self._kept().items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Go on from there; norms that are missing, or have another size, have not learnt."""
+        self.reset_()
+        for name, kept in self._kept().items():
+            saved = state.get(name)
+            if saved is not None and saved["flow"].shape == kept["flow"].shape:
+                for key, part in kept.items():
+                    part.copy_(saved[key])
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        """What is kept of every norm: views, by name."""
         if not self._norms:
             return {}
-        *parts, learnt = self.sums.split([*self._sizes, len(self._norms)])
-        counted = zip(self._norms, parts, learnt.unsqueeze(1), strict=True)
-        earlier = zip(self._earlier_variance.split(self._sizes), self._earlier_count.split(self._sizes), strict=True)
+        split = self.sums.split([*self._sizes, *[1] * len(self._sizes)])
+        flows, steps = split[: len(self._sizes)], split[len(self._sizes) :]
+        earlier = self._earlier_variance.split(self._sizes), self._earlier_count.split(self._sizes)
         return {
-            name: torch.cat([part, count, variance, tracked])
-            for (name, part, count), (variance, tracked) in zip(counted, earlier, strict=True)
+            name: {"flow": flow, "steps": learnt, "variance": variance, "batches": batches}
+            for name, flow, learnt, variance, batches in zip(self._norms, flows, steps, *earlier, strict=True)
         }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with saved sums; norms that have none have not learnt."""
-        self.reset_()
-        if not self._norms:
-            return
-        *parts, learnt = self.sums.split([*self._sizes, len(self._norms)])
-        variances, counts = self._earlier_variance.split(self._sizes), self._earlier_count.split(self._sizes)
-        for index, (name, size) in enumerate(zip(self._norms, self._sizes, strict=True)):
-            if name in state and len(state[name]) == 3 * size + 1:
-                saved = state[name].split([size, 1, size, size])
-                own = (parts[index], learnt[index : index + 1], variances[index], counts[index])
-                for ours, theirs in zip(own, saved, strict=True):
-                    ours.copy_(theirs)
 
     def _spread(self, values: list[float]) -> Tensor:
         """A number per norm as one per channel."""

@@ -100,8 +100,8 @@ class ScoreKeeper(scoring.StepScorer):
         if metric == "synflow":
             _warn_about_noise(seen, but=flows)
             return synflow, seen
-        summed = {metric: seen.means[metric] for metric in ("snip", "grad_norm")}
-        return scoring.vote({"synflow": synflow, **summed, "grasp": self._grasp(model, data or ())}), seen
+        known = {**seen.means, "synflow": synflow, "grasp": self._grasp(model, data or ())}
+        return scoring.vote({voter: known[voter] for voter in scoring.VOTERS}), seen
 
     def _from_norms(self, model: nn.Module, data: Sequence[Any] | None, seen: scoring.StepScores) -> dict[str, float]:
         """What synflow is of the convolutions that a norm follows, which only batches can tell of the model's own."""
@@ -152,7 +152,7 @@ def _norms_after(
         else:
             own[name] = conv
             continue
-        if not folded:  # where σ is a constant
+        if not folded:  # in a folded block σ is a constant, and the sum does not cancel
             found[name] = inner
     return found | (reading_norms(model, own, data[0], forward) if data and own else {})
 
