@@ -4,7 +4,7 @@
 and how they choose, is in `comparisons.py`. The file is written after every run, and runs that it holds already are not
 repeated, whichever study they were made for: a run is known by its flags. With ``--workers`` above 1 runs share the GPU
 (let NVIDIA's multi-process service run beside them); what has to be timed alone comes after them. Where the machine is
-lent for a time, ``--minutes`` says until when runs are begun; those that have begun are finished.
+lent for a time, ``--minutes`` says until when runs are begun, or timed; those that have begun are finished.
 """
 
 from __future__ import annotations
@@ -121,11 +121,10 @@ def train(
 
 def carry_out(wanted: list[tuple[Comparison, str, int]], given: Any, results: Results) -> tuple[list[str], int]:
     """Make runs side by side and add them to the results; says which failed, and how many there was no time for."""
-    end = time.monotonic() + 60 * given.minutes
     failed, left = [], 0
 
     def make(comparison: Comparison, arm: str, seed: int) -> dict[str, Any] | None:
-        return train(comparison, arm, seed, given.epochs, given) if time.monotonic() < end else None
+        return train(comparison, arm, seed, given.epochs, given) if time.monotonic() < given.end else None
 
     with ThreadPoolExecutor(given.workers) as pool:
         for job in as_completed([pool.submit(make, *run) for run in wanted]):
@@ -147,7 +146,7 @@ def time_alone(comparison: Comparison, arm: str, given: Any, results: Results) -
     """Note how long the training of an arm's runs takes alone, of those that were made on this machine."""
     for seed in range(given.seeds):
         folder, run = folder_of(comparison, arm, seed, given.epochs, given), results.find(comparison.arms[arm], seed)
-        if run is not None and "alone_minutes" not in run and folder.exists():
+        if run is not None and "alone_minutes" not in run and folder.exists() and time.monotonic() < given.end:
             run["alone_minutes"] = minutes_alone(folder, given.data)
             results.save()
             print(f"{arm:32s} seed {seed}: {run['alone_minutes']:.2f} minutes alone", flush=True)
@@ -167,6 +166,7 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long (default: no end)")
     parser.add_argument("--more", default="", help="flags for every run, to try things out")
     given = parser.parse_args(command)
+    given.end = time.monotonic() + 60 * given.minutes
     comparisons = [COMPARISONS[name] for name in given.studies]
     first = comparisons[0]
     if any((other.held_out, other.epochs) != (first.held_out, first.epochs) for other in comparisons):
@@ -186,13 +186,15 @@ def main(command: list[str] | None = None) -> None:
     results = Results(given.out, config, {"runs": [], "epoch_seconds": {}})
     wanted = {
         (comparison.arms[arm], seed): (comparison, arm, seed)  # studies share runs
+        # one study after the other: to choose by, five seeds of one are worth more than three of all
+        for study in comparisons
         for seed in range(given.seeds)
         for comparison, arm in chosen
-        if results.find(comparison.arms[arm], seed) is None
+        if comparison is study and results.find(comparison.arms[arm], seed) is None
     }
     failed, left = carry_out(list(wanted.values()), given, results)
     for comparison, arm in chosen:
-        if comparison.timed and not results.timed(comparison.arms[arm]):
+        if comparison.timed and not results.timed(comparison.arms[arm]) and time.monotonic() < given.end:
             run = train(comparison, arm, 0, comparison.timed, given, to_time=True)
             results.set_time(comparison.arms[arm], run["epoch_seconds"])
         if comparison.alone:

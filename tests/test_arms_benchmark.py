@@ -139,6 +139,11 @@ def test_several_studies_share_one_pool_and_their_runs(trained, tmp_path, capsys
     assert "never" in shown
 
 
+def test_a_study_is_finished_before_the_next_one_begins(trained, tmp_path):
+    arms.main(["folding", "cuts", "--out", str(tmp_path / "found.json"), "--seeds", "2", "--arms", "folded", "never"])
+    assert trained[:4] == [("folded", 0, 40), ("folded", 1, 40), ("never", 0, 40), ("never", 1, 40)]
+
+
 def test_studies_that_look_at_other_images_do_not_go_into_one_file(trained, tmp_path, capsys):
     with pytest.raises(SystemExit):
         arms.main(["scores", "table", "--out", str(tmp_path / "found.json")])
@@ -151,6 +156,18 @@ def test_no_run_is_begun_after_its_time(trained, tmp_path, capsys):
     arms.main(["cuts", "--out", str(out), "--seeds", "2", "--minutes", "0"])
     assert not trained
     assert "8 runs were not begun" in capsys.readouterr().out
+
+
+def test_nothing_is_timed_after_that_either(trained, monkeypatch, tmp_path):
+    def never(folder, data):
+        raise AssertionError(f"{folder} was timed")
+
+    monkeypatch.setattr(arms, "minutes_alone", never)
+    (tmp_path / "method-origin-seed-0-epochs-600").mkdir()
+    for study, arm in (("folding", "folded"), ("table", "origin")):
+        words = [study, "--out", str(tmp_path / f"{study}.json"), "--runs", str(tmp_path), "--seeds", "1", "--arms", arm]
+        arms.main([*words, "--minutes", "0"])
+    assert not trained
 
 
 def test_another_setup_is_refused(trained, tmp_path):
