@@ -4,7 +4,8 @@
 and how they choose, is in `comparisons.py`. The file is written after every run, and runs that it holds already are not
 repeated, whichever study they were made for: a run is known by its flags. With ``--workers`` above 1 runs share the GPU
 (let NVIDIA's multi-process service run beside them); what has to be timed alone comes after them. Where the machine is
-lent for a time, ``--minutes`` says until when runs are begun, or timed; those that have begun are finished.
+lent for a time, ``--minutes`` says until when runs are begun, and ``--timing-minutes`` until when arms are timed; what
+has begun is finished.
 """
 
 from __future__ import annotations
@@ -143,13 +144,17 @@ def carry_out(wanted: list[tuple[Comparison, str, int]], given: Any, results: Re
 
 
 def time_alone(comparison: Comparison, arm: str, given: Any, results: Results) -> None:
-    """Note how long the training of an arm's runs takes alone, of those that were made on this machine."""
-    for seed in range(given.seeds):
-        folder, run = folder_of(comparison, arm, seed, given.epochs, given), results.find(comparison.arms[arm], seed)
-        if run is not None and "alone_minutes" not in run and folder.exists() and time.monotonic() < given.end:
+    """Note how long the training of an arm takes alone, by the first of its runs that was made on this machine."""
+    own = [run for run in results.data["runs"] if run["flags"] == comparison.arms[arm]]
+    if any("alone_minutes" in run for run in own):
+        return
+    for run in own:
+        folder = folder_of(comparison, arm, run["seed"], given.epochs, given)
+        if folder.exists() and time.monotonic() < given.timing_end:
             run["alone_minutes"] = minutes_alone(folder, given.data)
             results.save()
-            print(f"{arm:32s} seed {seed}: {run['alone_minutes']:.2f} minutes alone", flush=True)
+            print(f"{arm:32s} seed {run['seed']}: {run['alone_minutes']:.2f} minutes alone", flush=True)
+            return
 
 
 def main(command: list[str] | None = None) -> None:
@@ -164,9 +169,11 @@ def main(command: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so long (default: no end)")
+    parser.add_argument("--timing-minutes", type=float, default=math.inf, help="time no arm after so long")
     parser.add_argument("--more", default="", help="flags for every run, to try things out")
     given = parser.parse_args(command)
     given.end = time.monotonic() + 60 * given.minutes
+    given.timing_end = time.monotonic() + 60 * given.timing_minutes
     comparisons = [COMPARISONS[name] for name in given.studies]
     first = comparisons[0]
     if any((other.held_out, other.epochs) != (first.held_out, first.epochs) for other in comparisons):
@@ -194,7 +201,7 @@ def main(command: list[str] | None = None) -> None:
     }
     failed, left = carry_out(list(wanted.values()), given, results)
     for comparison, arm in chosen:
-        if comparison.timed and not results.timed(comparison.arms[arm]) and time.monotonic() < given.end:
+        if comparison.timed and not results.timed(comparison.arms[arm]) and time.monotonic() < given.timing_end:
             run = train(comparison, arm, 0, comparison.timed, given, to_time=True)
             results.set_time(comparison.arms[arm], run["epoch_seconds"])
         if comparison.alone:

@@ -13,7 +13,7 @@ paper's settings. The rule, fixed before the runs: of the arms of a study the on
 least five paired seeds becomes the default if the 95 % confidence interval of its paired difference to the present
 default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and the
 interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds over
-training; for ``folding``, where these are the same, it is the time of an epoch alone on the GPU. Their arms, but for
+training; for ``folding``, where these are the same, it is the time of training alone on the GPU. Their arms, but for
 those of ``limits``, may cost half as much again as the plain network, and do not nest blocks. What has been chosen is
 put together in `CHOSEN`, for ``table``.
 
@@ -43,7 +43,7 @@ class Comparison:
         usual: how many arms are run unless told otherwise.
         held_out: whether it looks at images held out of the training set rather than at the test set.
         timed: epochs of the runs, alone on the GPU, by which epochs are timed (0: they are not).
-        alone: whether the training of every run is timed once more, alone on the GPU, see `alone.py`.
+        alone: whether the training of one run of each arm is timed once more, alone on the GPU, see `alone.py`.
         epochs: of all other runs.
     """
 
@@ -81,7 +81,8 @@ BY_CHANCE = START.replace("--score synflow", "--score synflow_summed")
 # λ is a spread of γ as such: where γ is the origin's σ, it would have branches cut that are weak for a few steps
 FULL = " --relative-gamma --gamma 1 --cut none"
 PUBLISHED_NORM = START.replace("--origin-norm none", "--origin-norm reference")
-STRONG = START.replace("--origin-norm none", "--origin-norm calibrated") + FULL
+CALIBRATED = START.replace("--origin-norm none", "--origin-norm calibrated")
+BEGUN = f"{START} --cut none --regrow --start-with 1x1 residual"
 POINTWISE = " --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
 CHOSEN = START
 # branches that are there from the first step, at full strength, and stay, or are absorbed again
@@ -232,17 +233,18 @@ COMPARISONS = {
         warmed(
             {
                 "no norm, γ = 0.01": START,
-                "calibrated norm, γ = 0.01": START.replace("--origin-norm none", "--origin-norm calibrated"),
+                "calibrated norm, γ = 0.01": CALIBRATED,
                 "reference norm, γ = 0.01": PUBLISHED_NORM,
-                "calibrated norm, γ = σ, nothing cut": STRONG,
-                "calibrated norm, γ = σ, nothing cut, in the first epoch": early(STRONG),
-                "calibrated norm, γ = σ, nothing cut, in the first epoch, pointwise": early(f"{STRONG}{POINTWISE}"),
+                "calibrated norm, γ = σ, nothing cut": CALIBRATED + FULL,
+                "1x1 and residual from the start, nothing cut": BEGUN,
                 "no norm, γ = σ, nothing cut, in the first epoch, pointwise, by chance": early(
                     f"{BY_CHANCE}{FULL}{POINTWISE}"
                 ),
             }
         ),
         "no norm, γ = 0.01",
+        usual=5,
+        alone=True,
     ),
     "scores": Comparison(
         "what to expand",
@@ -291,7 +293,7 @@ COMPARISONS = {
         "blocks run exactly or folded",
         warmed({"fused": START, "folded": f"{START} --execution folded"}),
         "fused",
-        timed=40,  # all of them: the structure grows
+        alone=True,
     ),
 }
 """Studies by the name to type. (`dyrep.reproduce.STUDIES` are others: the paper's.)"""

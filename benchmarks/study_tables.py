@@ -48,6 +48,8 @@ def selection_table(name: str) -> str:
     comparison, runs = COMPARISONS[name], data["runs"]
     heads = ["", "accuracy on 5,000 images held out (%)", "against the first (95 %)", "seeds"]
     heads += ["training loss", "multiply-adds, average"]
+    minutes = {arm: minutes_alone(runs, flags) for arm, flags in comparison.arms.items()}
+    heads += ["training alone on the GPU"] if any(minutes.values()) else []
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, flags in comparison.arms.items():
         own = [run for run in runs if run["flags"] == flags]
@@ -57,11 +59,23 @@ def selection_table(name: str) -> str:
         loss = mean_and_spread([run["train_loss"] for run in own], ".3f")
         macs = short(statistics.mean(run["mean_macs"] for run in own))
         against = told(against_baseline(runs, comparison, arm))
-        lines.append(f"| {arm} | {mean_and_spread(found)} | {against} | {len(found)} | {loss} | {macs} |")
+        cells = [arm, mean_and_spread(found), against, str(len(found)), loss, macs]
+        cells += [told_minutes(minutes[arm])] if any(minutes.values()) else []
+        lines.append(f"| {' | '.join(cells)} |")
     if len(lines) < 4:  # one arm alone says nothing
         return ""
     about = f"{data['hardware']}; torch {data['versions']['torch']}; `{command(name, 'selection')}`"
     return "\n".join([*lines, "", f"({about})"])
+
+
+def minutes_alone(runs: list[dict[str, Any]], flags: str) -> float | None:
+    """How long the training of an arm takes alone on the GPU, if that was measured."""
+    spans = [run["alone_minutes"] for run in runs if run["flags"] == flags and "alone_minutes" in run]
+    return statistics.mean(spans) if spans else None
+
+
+def told_minutes(minutes: float | None) -> str:
+    return MISSING if minutes is None else f"{minutes:.1f} min"
 
 
 def growth_figures() -> str:
@@ -135,18 +149,14 @@ def cifar_table() -> str:
     heads += ["paper, GPU time", "ours", "× origin", "multiply-adds: paper", "ours", "parameters: paper", "ours"]
     lines = ["## The table of CIFAR-10", "", CIFAR, ""]
     lines += [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    minutes = {
-        arm: statistics.mean(spans)
-        for arm, flags in comparison.arms.items()
-        if (spans := [run["alone_minutes"] for run in data["runs"] if run["flags"] == flags and "alone_minutes" in run])
-    }
+    minutes = {arm: minutes_alone(data["runs"], flags) for arm, flags in comparison.arms.items()}
+    plain = minutes[comparison.baseline]
     for arm, flags in comparison.arms.items():
         own = [run for run in data["runs"] if run["flags"] == flags]
         theirs = paper.get(arm.removesuffix(", as in the paper"))
         if not own and theirs is None:
             continue
-        time = f"{minutes[arm]:.1f} min" if arm in minutes else MISSING
-        both = minutes.keys() >= {arm, comparison.baseline}
+        span = minutes[arm]
         accuracies = mean_and_spread([run["test_accuracy"] for run in own]) if own else "not run"
         costs = [
             short(statistics.mean(run[key] for run in own)) if own else MISSING
@@ -155,8 +165,8 @@ def cifar_table() -> str:
         cells = [
             *(arm, cell(theirs, "accuracy"), accuracies),
             *(told(against_baseline(data["runs"], comparison, arm)), str(len(own))),
-            *(cell(theirs, "cost"), time),
-            f"{minutes[arm] / minutes[comparison.baseline]:.2f}" if both else MISSING,
+            *(cell(theirs, "cost"), told_minutes(span)),
+            f"{span / plain:.2f}" if span and plain else MISSING,
             *(cell(theirs, "macs", " M"), costs[0], cell(theirs, "parameters", " M"), costs[1]),
         ]
         lines.append(f"| {' | '.join(cells)} |")

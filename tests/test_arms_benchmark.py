@@ -75,16 +75,16 @@ def test_runs_to_time_epochs_by_are_not_those_that_shared_the_gpu(monkeypatch, t
     def run_training(recipe, words, out):
         folders.append(out.name)
         seconds = 1.0 if out.name.startswith("time-") else 9.0
-        rows = [{"train_loss": 0.1, "train_seconds": seconds, "update_seconds": 0.0}] * 40
-        return {"val_accuracy": 90.0, "fold_error": 0.0, "seconds": 40 * seconds}, rows
+        rows = [{"train_loss": 0.1, "train_seconds": seconds, "update_seconds": 0.0}] * 3
+        return {"test_accuracy_folded": 90.0, "fold_error": 0.0, "seconds": 3 * seconds}, rows
 
     monkeypatch.setattr(arms, "run_training", run_training)
-    out, flags = tmp_path / "found.json", arms.COMPARISONS["folding"].arms
-    arms.main(["folding", "--out", str(out), "--runs", str(tmp_path), "--seeds", "1", "--workers", "2"])
-    fused, folded = (words.replace("--", "").replace(" ", "-") for words in (flags["fused"], flags["folded"]))
-    names = [f"{name}-val-split-5000-seed-0-epochs-40" for name in (folded, fused)]
-    assert sorted(folders) == sorted([*names, *(f"time-{name}" for name in names)])
-    assert json.loads(out.read_text())["epoch_seconds"] == {flags["fused"]: 1.0, flags["folded"]: 1.0}
+    out = tmp_path / "found.json"
+    words = ["--out", str(out), "--runs", str(tmp_path), "--seeds", "1", "--epochs", "3", "--workers", "2"]
+    arms.main(["executions", *words, "--arms", "plain"])
+    name = "method-origin-seed-0-epochs-3"
+    assert sorted(folders) == [name, f"time-{name}"]
+    assert json.loads(out.read_text())["epoch_seconds"] == {"--method origin": 1.0}
 
 
 def test_runs_on_other_images_have_other_folders(monkeypatch, tmp_path):
@@ -111,14 +111,16 @@ def test_the_table_has_the_epochs_of_the_paper(trained, tmp_path):
     assert "--interval 15 " in arms.COMPARISONS["table"].arms["DyRep, our defaults"]
 
 
-def test_runs_of_the_table_are_timed_alone_once_where_they_were_made(trained, monkeypatch, tmp_path):
+def test_an_arm_is_timed_alone_once_by_a_run_that_was_made_here(trained, monkeypatch, tmp_path):
     timed, out = [], tmp_path / "found.json"
     monkeypatch.setattr(arms, "minutes_alone", lambda folder, data: timed.append(folder.name) or 7.5)
-    (tmp_path / "method-origin-seed-0-epochs-600").mkdir()  # that of DBB is on another machine
+    for seed in (1, 2):  # the others are on another machine
+        (tmp_path / f"method-origin-seed-{seed}-epochs-600").mkdir()
     for _ in range(2):
-        arms.main(["table", "--out", str(out), "--runs", str(tmp_path), "--seeds", "1", "--arms", "origin", "DBB"])
-    assert timed == ["method-origin-seed-0-epochs-600"]
-    assert [run.get("alone_minutes") for run in json.loads(out.read_text())["runs"]] == [None, 7.5]
+        arms.main(["table", "--out", str(out), "--runs", str(tmp_path), "--seeds", "3", "--arms", "origin", "DBB"])
+    assert timed == ["method-origin-seed-1-epochs-600"]
+    runs = [run for run in json.loads(out.read_text())["runs"] if run["flags"] == "--method origin"]
+    assert [run.get("alone_minutes") for run in runs] == [None, 7.5, None]
 
 
 def test_studies_share_runs(trained, tmp_path):
@@ -158,15 +160,25 @@ def test_no_run_is_begun_after_its_time(trained, tmp_path, capsys):
     assert "8 runs were not begun" in capsys.readouterr().out
 
 
-def test_nothing_is_timed_after_that_either(trained, monkeypatch, tmp_path):
+def test_nothing_is_timed_after_its_time(trained, monkeypatch, tmp_path):
     def never(folder, data):
         raise AssertionError(f"{folder} was timed")
 
     monkeypatch.setattr(arms, "minutes_alone", never)
     (tmp_path / "method-origin-seed-0-epochs-600").mkdir()
     for study, arm in (("folding", "folded"), ("table", "origin")):
-        words = [study, "--out", str(tmp_path / f"{study}.json"), "--runs", str(tmp_path), "--seeds", "1", "--arms", arm]
-        arms.main([*words, "--minutes", "0"])
+        words = [
+            study,
+            "--out",
+            str(tmp_path / f"{study}.json"),
+            "--runs",
+            str(tmp_path),
+            "--seeds",
+            "1",
+            "--arms",
+            arm,
+        ]
+        arms.main([*words, "--minutes", "0", "--timing-minutes", "0"])
     assert not trained
 
 

@@ -90,6 +90,19 @@ def test_studies_without_results_are_listed_in_one_line_with_their_commands(foun
     assert missing.endswith(": `python benchmarks/arms.py table --data DIR --out results/cifar.json`.")
 
 
+def test_times_alone_stand_in_the_tables_of_studies_that_have_them(found):
+    runs = selection_runs("folding", "fused", "folded")
+    found("selection", runs)
+    assert "alone" not in study_tables.selection_tables()
+    found("selection", [runs[0], runs[1] | {"alone_minutes": 0.75}])
+    fused, folded = (
+        line for line in rows(study_tables.selection_table("folding")) if "fold" in line or "fused" in line
+    )
+    assert "training alone on the GPU" in study_tables.selection_tables()
+    assert fused.endswith("| 400.0 M | – |")
+    assert folded.endswith("| 400.0 M | 0.8 min |")
+
+
 def test_when_everything_was_run_nothing_is_missing(found):
     choosing = {name: comparison for name, comparison in arms.COMPARISONS.items() if comparison.held_out}
     runs = [run for name, comparison in choosing.items() for run in selection_runs(name, *comparison.arms)]
