@@ -84,7 +84,7 @@ PUBLISHED_NORM = START.replace("--origin-norm none", "--origin-norm reference")
 CALIBRATED = START.replace("--origin-norm none", "--origin-norm calibrated")
 BEGUN = f"{START} --cut none --regrow --start-with 1x1 residual"
 POINTWISE = " --branches 1x1 1x1-AVG residual"  # so cheap that the limit lets every layer have them
-CHOSEN = START
+CHOSEN = BEGUN
 # branches that are there from the first step, at full strength, and stay, or are absorbed again
 KEPT = "--method dyrep --interval 39 --macs-limit 1 --score random --cut none --start-with"
 RICH = "--method dyrep --interval 39 --start-with 1x1 1x1-KxK 1x1-AVG 1xK Kx1 residual --absorb-after"
@@ -95,6 +95,7 @@ RIVALS = {
     "DBB": "--method dbb",
     "seven branches": BLOCKS,
     "DyRep": START,
+    "DyRep, our defaults": CHOSEN,
 }
 
 

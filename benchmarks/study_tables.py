@@ -49,7 +49,8 @@ def selection_table(name: str) -> str:
     heads = ["", "accuracy on 5,000 images held out (%)", "against the first (95 %)", "seeds"]
     heads += ["training loss", "multiply-adds, average"]
     minutes = {arm: minutes_alone(runs, flags) for arm, flags in comparison.arms.items()}
-    heads += ["training alone on the GPU"] if any(minutes.values()) else []
+    timed = sum(span is not None for span in minutes.values()) > 1  # one alone compares nothing
+    heads += ["training alone on the GPU"] if timed else []
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for arm, flags in comparison.arms.items():
         own = [run for run in runs if run["flags"] == flags]
@@ -60,7 +61,7 @@ def selection_table(name: str) -> str:
         macs = short(statistics.mean(run["mean_macs"] for run in own))
         against = told(against_baseline(runs, comparison, arm))
         cells = [arm, mean_and_spread(found), against, str(len(found)), loss, macs]
-        cells += [told_minutes(minutes[arm])] if any(minutes.values()) else []
+        cells += [told_minutes(minutes[arm])] if timed else []
         lines.append(f"| {' | '.join(cells)} |")
     if len(lines) < 4:  # one arm alone says nothing
         return ""

@@ -91,16 +91,13 @@ def test_studies_without_results_are_listed_in_one_line_with_their_commands(foun
 
 
 def test_times_alone_stand_in_the_tables_of_studies_that_have_them(found):
-    runs = selection_runs("folding", "fused", "folded")
-    found("selection", runs)
-    assert "alone" not in study_tables.selection_tables()
-    found("selection", [runs[0], runs[1] | {"alone_minutes": 0.75}])
-    fused, folded = (
-        line for line in rows(study_tables.selection_table("folding")) if "fold" in line or "fused" in line
-    )
-    assert "training alone on the GPU" in study_tables.selection_tables()
-    assert fused.endswith("| 400.0 M | – |")
-    assert folded.endswith("| 400.0 M | 0.8 min |")
+    runs = selection_runs("growth", "no norm, γ = 0.01", "reference norm, γ = 0.01", "calibrated norm, γ = 0.01")
+    found("selection", [runs[0] | {"alone_minutes": 0.5}, *runs[1:]])
+    assert "alone" not in study_tables.selection_tables()  # with nothing to compare it with
+    found("selection", [runs[0] | {"alone_minutes": 0.5}, runs[1] | {"alone_minutes": 0.75}, runs[2]])
+    head, _, *lines = rows(study_tables.selection_table("growth"))
+    assert head.endswith("| training alone on the GPU |")
+    assert [line.split(" | ")[-1] for line in lines] == ["0.5 min |", "– |", "0.8 min |"]  # in the order of the arms
 
 
 def test_when_everything_was_run_nothing_is_missing(found):
