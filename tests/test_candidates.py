@@ -11,7 +11,7 @@ from training import make_net
 
 def found(model, optimizer=None, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer is None else optimizer
-    return Candidates(model, optimizer, DyRepConfig(**settings))
+    return Candidates(model, optimizer, DyRepConfig.paper(**settings))
 
 
 def names(candidates):
@@ -68,7 +68,7 @@ def test_branches_asked_for_are_offered_where_they_fit():
 
 def test_a_saved_structure_is_for_the_layers_that_the_optimizer_holds():
     model = make_net()
-    found = Candidates(model, torch.optim.SGD(model[:3].parameters(), lr=0.1), DyRepConfig())
+    found = Candidates(model, torch.optim.SGD(model[:3].parameters(), lr=0.1), DyRepConfig.paper())
     dyrep.expand_(model, "3", ["1xK"])
     assert (found.trains("0"), found.trains("3"), found.trains("0.branches.1x1-KxK.conv")) == (True, False, True)
     saved = {"0": {"branches": ["1x1"]}, "5": {"branches": ["1x1"]}, "unknown": {"branches": ["1x1"]}}

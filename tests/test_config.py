@@ -37,6 +37,8 @@ from dyrep.errors import ConfigError
         ({"branches": ("1x1", "5x5")}, r"'5x5' is unknown; valid are 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1, residual"),
         ({"branches": ()}, r"branches=\(\)"),
         ({"branches": "1x1"}, r"branches='1x1'"),
+        ({"start_with": "1x1"}, r"start_with='1x1': give a tuple from 1x1, .*, \(\) to start plain, or None"),
+        ({"start_with": ("5x5",)}, r"start_with=\('5x5',\): '5x5' is unknown; valid are 1x1, "),
         ({"include": "backbone.*"}, r"include='backbone\.\*': give a tuple"),
         ({"exclude": (3,)}, r"exclude=\(3,\)"),
         ({"macs_limit": 0.5}, r"macs_limit=0\.5"),
@@ -86,7 +88,13 @@ def test_paper_preset_is_the_paper():
     config = DyRepConfig.paper(interval=15)
     assert (config.score, config.gamma, config.cut, config.cut_threshold) == ("synflow", 0.01, "paper", 0.02)
     assert (config.calibration_batches, config.top_k, config.max_depth, config.branches) == (20, 1, None, None)
+    assert (config.start_with, config.regrow, config.macs_limit) == ((), False, None)
     assert config.interval == 15
+
+
+def test_the_presets_hold_every_setting_that_is_not_about_when_or_where():
+    others = {"interval", "unit", "start", "stop", "total", "seed", "drift_tolerance", "grasp_batches", "square_only"}
+    assert set(DyRepConfig().to_dict()) == {*PAPER, *others, "include", "exclude"}
 
 
 @pytest.mark.parametrize("preset", ["paper", "reference"])
@@ -107,7 +115,7 @@ def test_reference_preset_is_the_published_code():
 
 
 def test_settings_survive_json():
-    config = DyRepConfig(branches=("1x1", "residual"), include=("backbone.*",), macs_limit=2.0)
+    config = DyRepConfig(branches=("1x1", "residual"), include=("backbone.*",), macs_limit=2.0, start_with=())
     assert DyRepConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 

@@ -278,7 +278,7 @@ def test_a_budget_is_kept_without_padding_too():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.Flatten(), nn.LazyLinear(4))
     model(BATCHES[0][0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", macs_limit=3.0, cut="none"))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip", macs_limit=3.0, cut="none"))
     for _ in range(5):
         train_epoch(model, optimizer, BATCHES)
         controller.epoch_end(BATCHES)

@@ -61,7 +61,7 @@ def test_a_compiled_model_evolves_and_recompiles():
     model = make_net()
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(compiled.parameters(), lr=0.05)
-    controller = DyRep(compiled, optimizer, DyRepConfig(interval=1, score="snip", calibration_batches=2))
+    controller = DyRep(compiled, optimizer, DyRepConfig.paper(interval=1, score="snip", calibration_batches=2))
     for _ in range(2):
         train_epoch(compiled, optimizer, BATCHES)
         assert controller.epoch_end(BATCHES)
@@ -82,7 +82,7 @@ def test_wrap_gives_the_model_to_train_next():
 
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = DyRepConfig(interval=1, score="snip", calibration_batches=2)
+    config = DyRepConfig.paper(interval=1, score="snip", calibration_batches=2)
     controller = DyRep(Wrapper(model), optimizer, config, wrap=Wrapper)
     train_epoch(controller.model, optimizer, BATCHES)
     first = controller.model
@@ -108,7 +108,7 @@ def test_a_moving_average_follows_every_edit_and_keeps_its_own_function(kind):
                 ours.copy_((ours + theirs) / 2)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    config = DyRepConfig(interval=1, score="snip", calibration_batches=2, cut_threshold=0.0005)
+    config = DyRepConfig.paper(interval=1, score="snip", calibration_batches=2, cut_threshold=0.0005)
     controller = DyRep(model, optimizer, config, ema=average)
     kinds = set()
     for _ in range(5):
@@ -129,7 +129,7 @@ def test_a_moving_average_is_rescaled_with_the_model_when_all_is_absorbed():
     dyrep.convert_(model, "dbb7", replace="conv")
     average = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    controller = DyRep(model, optimizer, DyRepConfig(), ema=average)
+    controller = DyRep(model, optimizer, DyRepConfig.paper(), ema=average)
     train_epoch(model, optimizer, BATCHES)
     average.load_state_dict(model.state_dict())
     folded = dyrep.deploy(model)
@@ -154,7 +154,7 @@ def test_a_model_with_bfloat16_parameters_evolves():
     model = make_net().to(torch.bfloat16)
     batches = [(images.to(torch.bfloat16), labels) for images, labels in BATCHES]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip"))
     train_epoch(model, optimizer, batches)
     assert controller.epoch_end(batches)
 
@@ -184,7 +184,9 @@ def test_models_compiled_in_place_or_in_part_evolve(form, score):
     else:
         model[0] = torch.compile(model[0], backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score=score, calibration_batches=2), loss=loss_of)
+    controller = DyRep(
+        model, optimizer, DyRepConfig.paper(interval=1, score=score, calibration_batches=2), loss=loss_of
+    )
     for _ in range(2):
         train_epoch(model, optimizer, BATCHES)
         assert controller.epoch_end(BATCHES)

@@ -171,7 +171,7 @@ def test_folded_blocks_measure_in_the_same_steps_after_resuming():
     def make():
         model = make_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        config = dyrep.DyRepConfig(interval=2, score="snip", calibration_batches=2)
+        config = dyrep.DyRepConfig.paper(interval=2, score="snip", calibration_batches=2)
         return model, optimizer, dyrep.DyRep(model, optimizer, config, execution={"execution": "folded", "every": 4})
 
     whole = make()
@@ -190,7 +190,7 @@ def test_two_optimizers_of_one_model_are_resumed_each_by_its_own_controller():
     def make():
         model = make_net()
         optimizers = torch.optim.SGD(model[:3].parameters(), 0.05, 0.9), torch.optim.AdamW(model[3:].parameters(), 1e-3)
-        config = dyrep.DyRepConfig(interval=1, score="snip", calibration_batches=2)
+        config = dyrep.DyRepConfig.paper(interval=1, score="snip", calibration_batches=2)
         return model, optimizers, [dyrep.DyRep(model, optimizer, config) for optimizer in optimizers]
 
     def train(model, optimizers, controllers):

@@ -86,7 +86,7 @@ def start_reading_weights():
     torch.manual_seed(0)
     model = ReadsWeight()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip"))
     train_epoch(model, optimizer, BATCHES)
     return model, optimizer, controller
 
@@ -126,7 +126,7 @@ class Deciding(nn.Module):
 def test_edits_of_a_model_whose_eval_output_cannot_be_compared_are_made_with_a_warning_and_no_figure():
     model = Deciding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip"))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip"))
     train_epoch(model, optimizer, BATCHES)
     with pytest.warns(UnmeasuredEditWarning, match="no floating-point tensor .*, so edits are made unmeasured"):
         (edit,) = controller.epoch_end(BATCHES)
@@ -156,7 +156,7 @@ def test_refusals_name_the_reason_and_the_remedy():
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"score='grasp' differentiates the loss: pass loss="):
-        DyRep(model, optimizer, DyRepConfig(score="grasp"))
+        DyRep(model, optimizer, DyRepConfig.paper(score="grasp"))
     with pytest.raises(IneligibleLayerError, match=r"no convolution .* \(it has none\)"):
         DyRep(nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     with pytest.raises(IneligibleLayerError, match="0: its weight is not in the optimizer"):
@@ -193,7 +193,7 @@ def test_layers_that_cannot_be_expanded_are_passed_over_and_the_next_best_is_tak
     torch.manual_seed(0)
     model = HalfBroken()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", top_k=3, max_depth=1, cut="none"))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip", top_k=3, max_depth=1, cut="none"))
     train_epoch(model, optimizer, BATCHES)
     edits = controller.epoch_end(BATCHES)
     assert [edit.layer for edit in edits] == ["good"]
@@ -271,7 +271,7 @@ def assert_unchanged(before, model, optimizer, average):
 def test_an_error_while_a_change_spreads_undoes_the_update_and_what_followed_it(culprit, grown):
     model, optimizer, _ = start()
     average = torch.optim.swa_utils.AveragedModel(model)
-    settings = DyRepConfig(interval=1, score="snip", calibration_batches=2)
+    settings = DyRepConfig.paper(interval=1, score="snip", calibration_batches=2)
     failing = []
 
     def wrap(bare):
@@ -332,7 +332,9 @@ def test_an_average_with_other_branches_or_without_a_head_will_do():
     average = make_net()
     dyrep.expand_(average, "3", ["1x1"])
     headless = make_net()[:-1]
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", max_depth=1), ema=(average, headless))
+    controller = DyRep(
+        model, optimizer, DyRepConfig.paper(interval=1, score="snip", max_depth=1), ema=(average, headless)
+    )
     train_epoch(model, optimizer, BATCHES)
     assert controller.epoch_end(BATCHES)
     assert dyrep.structure(average) == dyrep.structure(headless) == dyrep.structure(model)

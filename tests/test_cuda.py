@@ -67,7 +67,7 @@ def test_autocast_with_channels_last_trains_and_evolves(dtype):
     model = make_net().cuda().to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
-    controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(interval=1, score="snip", calibration_batches=2))
+    controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig.paper(interval=1, score="snip", calibration_batches=2))
     for _ in range(4):
         model.train()
         for images, labels in BATCHES:

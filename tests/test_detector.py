@@ -20,7 +20,7 @@ def test_a_detector_with_frozen_norms_evolves_its_backbone():
     controller = dyrep.DyRep(
         model,
         optimizer,
-        dyrep.DyRepConfig(interval=1, score="snip", include=("backbone.*",)),
+        dyrep.DyRepConfig.paper(interval=1, score="snip", include=("backbone.*",)),
         forward=lambda model, batch: model.backbone(torch.stack(list(batch[0]))),
     )
     target = {"boxes": torch.tensor([[10.0, 10.0, 60.0, 60.0]]), "labels": torch.tensor([1])}

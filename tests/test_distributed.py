@@ -20,7 +20,7 @@ def evolve_on_rank(rank, out, in_place):
     plain = make_net(seed=rank)  # DistributedDataParallel gives both the weights of rank 0
     model = DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    config = dyrep.DyRepConfig(interval=1, score="snip", calibration_batches=2, cut_threshold=0.0005)
+    config = dyrep.DyRepConfig.paper(interval=1, score="snip", calibration_batches=2, cut_threshold=0.0005)
     wrap = None if in_place else DistributedDataParallel
     controller = dyrep.DyRep(model, optimizer, config, wrap=wrap, log=f"{out}/rank{rank}.jsonl")
     calls = []
@@ -59,7 +59,7 @@ def run_absorbing_rank(rank, init_file, out):
         model = make_net()
         dyrep.convert_(model, "dbb7", replace="conv", generator=torch.Generator().manual_seed(0))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(absorb_after=1))
+        controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig.paper(absorb_after=1))
         batches = make_batches(seed=rank)
         for batch in batches:
             optimizer.zero_grad()
@@ -89,7 +89,7 @@ def run_disagreeing_rank(rank, init_file):
 def disagree_on_rank(rank):
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = dyrep.DyRepConfig(interval=1, score="snip", include=("0",) if rank else ("3",))
+    config = dyrep.DyRepConfig.paper(interval=1, score="snip", include=("0",) if rank else ("3",))
     controller = dyrep.DyRep(model, optimizer, config)
     batches = make_batches()
     train_epoch(model, optimizer, batches)
@@ -109,7 +109,7 @@ def run_rank_that_sees_other_things(rank, init_file, out):
         if rank:
             model[0].register_forward_hook(lambda module, args, output: output * 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(interval=1, calibration_batches=2))
+        controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig.paper(interval=1, calibration_batches=2))
         train_epoch(model, optimizer, make_batches(seed=rank))
         seen = controller.scorer.read()
         controller.update(make_batches(seed=rank))

@@ -62,6 +62,18 @@ def test_a_partial_line_left_by_a_crash_is_passed_over_and_does_not_swallow_the_
     assert kinds(read_events(path)) == ["started", "update", "resumed"]
 
 
+def test_a_run_that_begins_with_branches_goes_on_with_the_log_of_the_one_before(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    for kind in ("started", "converted", "update", "update"):
+        log.write(kind)
+    later = EventLog(path)
+    later.write("started")
+    later.write("converted")
+    later.resume(3)
+    assert kinds(later.events) == kinds(read_events(path)) == ["started", "converted", "update", "resumed"]
+
+
 def test_damage_in_the_middle_is_reported_with_its_line(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"seq": 0, "type": "started"}\nrubbish\n{"seq": 1, "type": "update"}\n')

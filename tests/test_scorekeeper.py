@@ -24,7 +24,7 @@ def make_chain():
 
 def begin(model, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return optimizer, DyRep(model, optimizer, DyRepConfig(interval=1, **settings))
+    return optimizer, DyRep(model, optimizer, DyRepConfig.paper(interval=1, **settings))
 
 
 def test_synflow_comes_from_the_norm_that_follows():
@@ -131,7 +131,7 @@ def test_a_frozen_norm_leaves_the_sum():
 def test_a_norm_that_the_optimizer_does_not_train_is_not_asked():
     model = make_chain()
     optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if name != "4.weight"], lr=0.1)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1))
     train_epoch(model, optimizer, BATCHES)  # its gradient is never set to zero
     assert list(controller.scorer.read().flows) == ["1", "7"]
 
@@ -212,7 +212,7 @@ def test_edits_are_counted_though_what_is_scored_stays_the_same():
     model = make_chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     dyrep.expand_(model, "3", ["1x1", "residual"], calibration=BATCHES, optimizer=optimizer)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", macs_limit=1.0, cut_threshold=0.0))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip", macs_limit=1.0, cut_threshold=0.0))
     train_epoch(model, optimizer, BATCHES)
     before = controller.scorer.beginnings
     assert [edit.kind for edit in controller.epoch_end(BATCHES)] == ["cut"]

@@ -20,7 +20,7 @@ def test_an_update_says_what_it_did_and_can_be_taken_back():
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     train_epoch(model, optimizer, BATCHES)
-    before, config = copy.deepcopy(model.state_dict()), DyRepConfig(cut_threshold=1e9)
+    before, config = copy.deepcopy(model.state_dict()), DyRepConfig.paper(cut_threshold=1e9)
     updater = Updater(config, optimizer, Candidates(model, optimizer, config), None, None)
     plain = updater.costs(model, BATCHES).macs
     made = updater.update(model, {"0": 1.0, "3": 3.0, "5": 2.0}, BATCHES, seed=0)
@@ -49,7 +49,7 @@ def test_blocks_that_another_optimizer_trains_are_not_cut():
     model = make_net()
     dyrep.expand_(model, "0", ["1x1", "1xK"])
     optimizer = torch.optim.SGD(model[3:].parameters(), lr=0.05)
-    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", cut_threshold=1e9))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, score="snip", cut_threshold=1e9))
     train_epoch(model, optimizer, BATCHES)
     edits = controller.epoch_end(BATCHES)
     assert {edit.layer for edit in edits} & {"3", "5"}
@@ -64,7 +64,7 @@ def test_all_blocks_of_the_optimizer_are_absorbed_and_no_others():
     dyrep.restructure_(model, {"format": 1, "blocks": blocks})
     dyrep.expand_(model, "5.branches.1x1-KxK.conv", ["1x1"])
     optimizer = torch.optim.SGD([*model[0].parameters(), *model[5].parameters()], lr=0.05)
-    config = DyRepConfig(score="snip")
+    config = DyRepConfig.paper(score="snip")
     updater = Updater(config, optimizer, Candidates(model, optimizer, config), None, None)
     assert list(updater.absorbable(model)) == ["0", "5"]
     made = updater.absorb(model, BATCHES)
@@ -95,7 +95,7 @@ def test_modules_of_the_users_that_are_called_branches_grow_and_are_absorbed():
         WithPathsCalledBranches(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(8, 4)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    controller = DyRep(model, optimizer, DyRepConfig(score="snip", top_k=2, cut="none", max_depth=1))
+    controller = DyRep(model, optimizer, DyRepConfig.paper(score="snip", top_k=2, cut="none", max_depth=1))
     train_epoch(model, optimizer, BATCHES)
     assert {edit.layer for edit in controller.update(BATCHES)} == {"0.branches.0.0", "0.branches.1.0"}
     assert {edit.layer for edit in controller.absorb(BATCHES)} == {"0.branches.0.0", "0.branches.1.0"}
@@ -107,7 +107,7 @@ def test_branches_are_not_cut_in_the_update_that_grew_them():
     model = make_net()
     dyrep.convert_(model, "dbb7", branches=["1x1"], replace="conv")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = DyRepConfig(score="snip", max_depth=1, regrow=True)
+    config = DyRepConfig.paper(score="snip", max_depth=1, regrow=True)
     updater = Updater(config, optimizer, Candidates(model, optimizer, config), None, None)
     (edit,) = updater.update(model, {"0": 1.0, "3": 3.0, "5": 2.0}, BATCHES, seed=0).edits
     assert (edit.kind, edit.layer) == ("expand", "3")

@@ -56,7 +56,7 @@ def start(seed=0, optimizer="sgd", log=None, **settings):
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
     }
     made = kinds[optimizer](model.parameters())
-    config = DyRepConfig(**{"interval": 1, "score": "snip", "calibration_batches": 3, **settings})
+    config = DyRepConfig.paper(**{"interval": 1, "score": "snip", "calibration_batches": 3, **settings})
     return model, made, DyRep(model, made, config, loss=loss_of, log=log)
 
 

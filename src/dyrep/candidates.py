@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv
-from dyrep.config import DyRepConfig
+from dyrep.config import USUAL_START, DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.normflow import has_flow
+from dyrep.surgery.beginning import fitting, is_new, trained_norm
 from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
 from dyrep.surgery.preserve import device_of
@@ -69,6 +70,26 @@ class Candidates:
         """The branches a convolution would grow."""
         chosen = self._config.branches
         return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
+
+    def beginning(self) -> dict[str, tuple[str, ...]]:
+        """The branches to begin with, by layer; none where there are branches already.
+
+        Raises:
+            ConfigError: branches to begin with are asked for by name, and the network has been trained.
+        """
+        branches = self._config.start_with
+        if branches == () or structure(self._model)["blocks"]:
+            return {}
+        if branches is None:
+            usual = fitting(self.targets(), USUAL_START)
+            return usual if is_new(self._model, usual) else {}
+        trained = trained_norm(self._model)
+        if trained is not None:
+            raise ConfigError(
+                f"start_with={branches} changes what a network computes, and norm {trained!r} shows that this one has "
+                "been trained: leave start_with out, and branches grow without changing it"
+            )
+        return fitting(self.targets(), branches)
 
     def trains(self, layer: str) -> bool:
         """Whether the optimizer holds a layer, or the one that its block has grown from."""

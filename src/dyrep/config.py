@@ -32,13 +32,18 @@ PAPER: dict[str, Any] = {
     "per_mac": False,
     "macs_limit": None,
     "absorb_after": None,
+    "start_with": (),
 }
 """What the paper says, whatever the defaults are."""
+USUAL_START = ("1x1", "residual")
+"""What a network that has learnt nothing yet begins with, unless told otherwise."""
 
 
 @dataclass(frozen=True)
 class DyRepConfig:
-    """How `DyRep` evolves a model. The defaults are Algorithm 1 of the paper.
+    """How `DyRep` evolves a model.
+
+    The defaults are what won in the studies of ``docs/results.md``; `paper` has Algorithm 1 as published.
 
     Attributes:
         interval: epochs (or steps) between updates, the paper's t: 15 on CIFAR, 5 on ImageNet.
@@ -63,9 +68,14 @@ class DyRepConfig:
             longer has a scale-free weight, so its score is not comparable with those of other convolutions under every
             metric.
         per_mac: rank operations by score per added multiply-add.
-        macs_limit: most multiply-adds in training, as a multiple of the plain model's (default: no limit).
+        macs_limit: most multiply-adds in training, as a multiple of the plain model's, counted on the batches given at
+            updates (None: no limit).
         absorb_after: absorb every branch after so many epochs (or steps); the rest of training is that of the plain
             network, at its cost (default: never).
+        start_with: branches that every square convolution up to 5x5 has from the first step, at full strength beside a
+            norm on its own kernel; this does not preserve the function, so it is for a network that has learnt
+            nothing yet. None: `USUAL_START` if the statistics of its norms show that it is one, and nothing otherwise.
+            An empty tuple starts plain.
         include: expand only layers that match one of these patterns (``"backbone.*"``).
         exclude: never expand layers that match one of these.
         grasp_batches: batches for the second-order score.
@@ -92,14 +102,15 @@ class DyRepConfig:
     origin_norm: str = "none"
     width: int = 1
     calibration_batches: int = CALIBRATION_BATCHES
-    cut: str = "paper"
+    cut: str = "none"
     cut_threshold: float = 0.02
-    max_depth: int | None = None
+    max_depth: int | None = 1
     square_only: bool = True
-    regrow: bool = False
+    regrow: bool = True
     per_mac: bool = False
-    macs_limit: float | None = None
+    macs_limit: float | None = 1.5
     absorb_after: int | None = None
+    start_with: tuple[str, ...] | None = None
     include: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     grasp_batches: int = 1
@@ -108,7 +119,7 @@ class DyRepConfig:
 
     @classmethod
     def paper(cls, **changes: Any) -> DyRepConfig:
-        """The paper's settings: synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no limits.
+        """The paper's settings: a plain start, synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no limits.
 
         Example:
             >>> DyRepConfig.paper(interval=15).score
@@ -200,11 +211,15 @@ class DyRepConfig:
             )
 
     def _check_branches(self) -> None:
-        if self.branches is None:
-            return
-        if isinstance(self.branches, str) or not self.branches:
-            raise ConfigError(f"branches={self.branches!r}: give a tuple from {', '.join(BRANCHES)}, or None for all")
-        object.__setattr__(self, "branches", tuple(dict.fromkeys(self.branches)))
-        unknown = [branch for branch in self.branches if branch not in BRANCHES]
-        if unknown:
-            raise ConfigError(f"branches={self.branches!r}: {unknown[0]!r} is unknown; valid are {', '.join(BRANCHES)}")
+        valid = ", ".join(BRANCHES)
+        if self.branches is not None and (isinstance(self.branches, str) or not self.branches):
+            raise ConfigError(f"branches={self.branches!r}: give a tuple from {valid}, or None for all")
+        if isinstance(self.start_with, str):
+            raise ConfigError(f"start_with={self.start_with!r}: give a tuple from {valid}, () to start plain, or None")
+        for name in ("branches", "start_with"):
+            chosen = getattr(self, name)
+            if chosen is not None:
+                object.__setattr__(self, name, tuple(dict.fromkeys(chosen)))
+            unknown = [branch for branch in chosen or () if branch not in BRANCHES]
+            if unknown:
+                raise ConfigError(f"{name}={chosen!r}: {unknown[0]!r} is unknown; valid are {valid}")

@@ -27,11 +27,12 @@ from dyrep.norm import BranchNorm
 from dyrep.scorekeeper import ScoreKeeper
 from dyrep.scoring import Loss
 from dyrep.surgery import ranks
+from dyrep.surgery.beginning import begin_
 from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
-from dyrep.surgery.preserve import Forward, iterate, preserved_randomness
+from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
 from dyrep.surgery.structure import restructure_, structure, touched
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare
@@ -47,7 +48,8 @@ class DyRep:
     Args:
         model: the model, plain, compiled or in DistributedDataParallel; it is changed in place.
         optimizer: the optimizer that trains it.
-        config: settings (default: the paper's).
+        config: settings (default: those of `DyRepConfig`). By them a network that has learnt nothing yet gets its first
+            branches here, see ``start_with``; one that was trained before is left as it is.
         forward: ``forward(model, batch)`` to run the model where a batch is not a tensor, a tuple that begins with the
             input, or a dict of arguments.
         loss: ``loss(model, batch)``, for the scores ``"grasp"`` and ``"vote"``.
@@ -62,6 +64,7 @@ class DyRep:
 
     Attributes:
         model: the model to train; the same object as given unless ``wrap`` is used.
+        begun: branches that the network was given to begin with.
         events: what has happened so far.
         ignored: convolutions that cannot be expanded as things are, and why.
         scorer: what sums scores at every step of the optimizer.
@@ -107,9 +110,10 @@ class DyRep:
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
-        self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
+        self.begun = self._begin()
+        self._watch()
 
     @property
     def ignored(self) -> dict[str, str]:
@@ -120,6 +124,29 @@ class DyRep:
     def events(self) -> list[dict[str, Any]]:
         """What has happened so far, as logged."""
         return self._log.events
+
+    def _begin(self) -> list[Edit]:
+        """Give a network that has learnt nothing yet the branches that it shall begin with."""
+        model = bare(self.model)
+        plan = self._candidates.beginning()
+        together = ranks.distributed(self._distributed)
+        if together:
+            ranks.check_agreement(plan, "what to begin with", device_of(model))
+        if not plan:
+            return []
+        before = Snapshot([model.get_submodule(name) for name in plan], self.optimizer)
+        # no update has this seed
+        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 - 1) * 2)
+        edits = begin_(model, plan, self.optimizer, generator)
+        try:
+            if together:
+                ranks.broadcast_(p for name in plan for p in model.get_submodule(name).parameters())
+            self.model = self._followers.follow_(self.model, begun=plan)
+        except BaseException:
+            before.restore_()
+            raise
+        self._log.write("converted", method="dyrep", edits=[edit.as_dict() for edit in edits])
+        return edits
 
     def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Call after every epoch; updates the structure if that is due.
@@ -159,7 +186,7 @@ class DyRep:
                 warnings.warn(
                     f"there are no branches to absorb after {count} {unit}s (absorb_after): nothing has grown so far, "
                     "and nothing will from now on. Let the first update come before, with start and interval, or "
-                    "begin with branches, see dyrep.convert_",
+                    "begin with branches, start_with",
                     NoUpdateWarning,
                     stacklevel=3,
                 )
@@ -320,7 +347,10 @@ class DyRep:
 
     def _warn_about_settings(self, saved: Mapping[str, Any]) -> None:
         ours = self.config.to_dict()
-        changed = [f"{key}={saved.get(key)!r} is now {ours[key]!r}" for key in ours if saved.get(key) != ours[key]]
+        both = ours.keys() & saved.keys()  # a setting that there was not yet was not chosen
+        changed = [
+            f"{key}={saved[key]!r} is now {ours[key]!r}" for key in ours if key in both and saved[key] != ours[key]
+        ]
         if changed:
             text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)
             warnings.warn(text, SettingsChangedWarning, stacklevel=3)

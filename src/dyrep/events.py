@@ -94,7 +94,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         elif event["type"] == "started":
             before, events = events, [event]
         elif event["type"] == "resumed":
-            history = before if len(events) == 1 else events
+            history = before if all(earlier["type"] in ("started", "converted") for earlier in events) else events
             events = [*(earlier for earlier in history if earlier["seq"] < event["seq"]), event]
         else:
             events.append(event)

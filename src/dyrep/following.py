@@ -59,12 +59,18 @@ class Followers:
         self._execution = {"execution": execution} if isinstance(execution, str) else execution
         self._run_blocks(model)
 
-    def follow_(self, trained: nn.Module, rescaled: Mapping[str, tuple[str, Tensor]] | None = None) -> nn.Module:
+    def follow_(
+        self,
+        trained: nn.Module,
+        rescaled: Mapping[str, tuple[str, Tensor]] | None = None,
+        begun: Iterable[str] = (),
+    ) -> nn.Module:
         """Take on the structure that a model has now, and return the model to train.
 
         Args:
             trained: the model, with its wrapper.
             rescaled: convolutions whose channels were multiplied, with the norm that makes up for it and by what.
+            begun: layers that training begins with as they are; averages begin with the same.
 
         After an error averages and the wrapper are as they were; the model itself is for the caller to put back.
         """
@@ -77,6 +83,8 @@ class Followers:
             self._run_blocks(model)
             for average in self._averages:
                 inner = inside(follow_(average, model), model)
+                for layer in begun:
+                    inner.get_submodule(layer).load_state_dict(model.get_submodule(layer).state_dict())
                 for layer, (norm, factors) in rescaled.items():
                     rescale_(inner.get_submodule(layer), _reader(inner, norm, layer), factors)
             if self._wrap is not None:

@@ -188,7 +188,9 @@ class Updater:
         needs_costs = config.per_mac or config.macs_limit is not None
         now = self.costs(model, data) if needs_costs else None
         if needs_costs and now is None:
-            raise ConfigError("per_mac and macs_limit have to run the model to count multiply-adds: pass batches")
+            raise ConfigError(
+                "per_mac and macs_limit have to run the model to count multiply-adds: pass batches, or macs_limit=None"
+            )
         spare = float("inf")
         if config.macs_limit is not None and now is not None and self.plain_macs is not None:
             spare = config.macs_limit * self.plain_macs - now.macs

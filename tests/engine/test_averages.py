@@ -56,7 +56,7 @@ def test_the_average_follows_a_change_of_structure_and_then_goes_on_averaging(or
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     average = WeightAverage(model, decay=0.5)
-    config = dyrep.DyRepConfig(
+    config = dyrep.DyRepConfig.paper(
         interval=1, score="snip", calibration_batches=3, cut_threshold=0.0005, origin_norm=origin_norm
     )
     controller = dyrep.DyRep(model, optimizer, config, ema=[average.module])

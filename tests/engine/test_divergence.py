@@ -109,7 +109,7 @@ def test_a_run_that_explodes_stops_and_goes_on_from_its_last_good_checkpoint(tmp
 @pytest.mark.parametrize("at", [5, STEPS, STEPS + 7])
 def test_the_layer_and_the_step_where_it_began_are_named(method, at, tmp_path, monkeypatch):
     monkeypatch.setenv("OVERFLOW", str(at))
-    evolution = DyRepConfig(interval=1, score="snip")
+    evolution = DyRepConfig.paper(interval=1, score="snip")
     recipe = Recipe(model="overflowing:forward", method=method, epochs=3, batch_size=128, dyrep=evolution)
     out = tmp_path / "run"
     with pytest.raises(DivergedError) as error:

@@ -160,19 +160,19 @@ def test_how_a_run_is_carried_out_is_checked_too(values, message):
 
 def test_an_interval_longer_than_the_run_is_refused_unless_nothing_evolves():
     with pytest.raises(ConfigError, match="no update would ever be due: the first comes after 5 epochs"):
-        Recipe(epochs=5, dyrep=DyRepConfig(interval=5))
-    Recipe(epochs=5, dyrep=DyRepConfig(interval=5), method="origin")
-    Recipe(epochs=5, dyrep=DyRepConfig(interval=500, unit="step"))
+        Recipe(epochs=5, dyrep=DyRepConfig.paper(interval=5))
+    Recipe(epochs=5, dyrep=DyRepConfig.paper(interval=5), method="origin")
+    Recipe(epochs=5, dyrep=DyRepConfig.paper(interval=500, unit="step"))
 
 
 # -- what follows from a recipe ---------------------------------------------------------------------------------
 
 
 def test_the_method_takes_its_length_and_seed_from_the_recipe():
-    evolution = Recipe(epochs=30, seed=5, dyrep=DyRepConfig(interval=10, seed=1, total=99)).evolution()
+    evolution = Recipe(epochs=30, seed=5, dyrep=DyRepConfig.paper(interval=10, seed=1, total=99)).evolution()
     assert (evolution.total, evolution.seed, evolution.interval) == (30, 5, 10)
     assert [epoch for epoch in range(1, 31) if evolution.is_due(epoch)] == [10, 20]
-    in_steps = Recipe(epochs=2, dyrep=DyRepConfig(interval=10, unit="step", total=99)).evolution()
+    in_steps = Recipe(epochs=2, dyrep=DyRepConfig.paper(interval=10, unit="step", total=99)).evolution()
     assert in_steps.total == 99
 
 
@@ -194,7 +194,9 @@ UNUSUAL = Recipe(
     resident=False,
     weights="start.pt",
     seed=3,
-    dyrep=DyRepConfig(interval=2, branches=("1x1", "residual"), include=("conv*",), exclude=("conv1",), macs_limit=2.5),
+    dyrep=DyRepConfig.paper(
+        interval=2, branches=("1x1", "residual"), include=("conv*",), exclude=("conv1",), macs_limit=2.5
+    ),
 )
 
 

@@ -139,14 +139,30 @@ def test_a_file_of_weights_runs_no_code(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"start_with": ("5x5",)}, "start_with='5x5': must be one of 1x1, "),
-        ({"start_with": ("1x1",), "weights": "file.pt"}, "starts at random, and that of weights='file.pt' does not"),
-        ({"start_with": "1x1"}, "start_with='1x1': must be a list of branches"),
-        ({"dyrep": DyRepConfig(absorb_after=2), "method": "dbb"}, "absorb_after=2 is for method='dyrep', and this one"),
-        ({"dyrep": DyRepConfig(interval=5, absorb_after=3)}, "absorb_after=3 comes before the first update, after 5 e"),
-        ({"start_with": ("1x1",), "method": "dbb"}, "is for method='dyrep', and this one is 'dbb': leave it out"),
+        (
+            {"dyrep": DyRepConfig(start_with=("1x1",)), "weights": "file.pt"},
+            "starts at random, and that of weights='file.pt' does not",
+        ),
+        (
+            {"dyrep": DyRepConfig(start_with=("1x1",)), "method": "dbb"},
+            "is for method='dyrep', and this one is 'dbb': leave it out",
+        ),
+        (
+            {"dyrep": DyRepConfig.paper(absorb_after=2), "method": "dbb"},
+            "absorb_after=2 is for method='dyrep', and this one",
+        ),
+        (
+            {"dyrep": DyRepConfig.paper(interval=5, absorb_after=3)},
+            "absorb_after=3 comes before the first update, after 5 e",
+        ),
     ],
 )
 def test_branches_from_the_start_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         Recipe(**changes)
+
+
+def test_what_a_network_begins_with_was_a_setting_of_the_recipe_once():
+    old = Recipe(dyrep=DyRepConfig.paper()).to_dict()
+    del old["dyrep"]["start_with"]
+    assert Recipe.from_dict({**old, "start_with": ["1x1"]}).dyrep.start_with == ("1x1",)

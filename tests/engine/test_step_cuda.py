@@ -116,7 +116,7 @@ def test_scores_are_counted_with_and_without_capturing():
     seen = []
     for graph in (False, True):
         model, optimizer, step, _ = make_step(graph=graph)
-        config = dyrep.DyRepConfig(score="snip", score_every=3)
+        config = dyrep.DyRepConfig.paper(score="snip", score_every=3)
         step.scorer = dyrep.DyRep(model, optimizer, config).scorer
         train(step, epochs=3)
         seen.append(step.scorer.read())

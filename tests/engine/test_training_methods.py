@@ -49,8 +49,8 @@ CASES = {
     "dyrep-nodep": easy(method="dyrep-nodep", epochs=4, evolution={"cut_threshold": 0}),
     "dyrep-2": easy(method="dyrep-2", epochs=5),
     "fixed": easy(method="fixed", structure=NESTED),
-    "with branches from the start": easy(start_with=("1x1", "residual"), evolution={"cut": "none", "regrow": True}),
-    "absorbed": easy(start_with=("1x1-KxK",), epochs=4, evolution={"interval": 9, "absorb_after": 2}),
+    "with branches from the start": easy(evolution={"start_with": ("1x1", "residual"), "cut": "none", "regrow": True}),
+    "absorbed": easy(epochs=4, evolution={"start_with": ("1x1-KxK",), "interval": 9, "absorb_after": 2}),
 }
 BRANCHES = {
     "repvgg": ["1x1", "residual"],
@@ -219,8 +219,8 @@ RESUMED = {
         for name in ("dbb", "orepa", "repnas")
         for changes in ({}, AVERAGED)
     },
-    "from the start": small_recipe(start_with=("1x1", "residual"), evolution={"regrow": True, "absorb_after": 2}),
-    "from the start, average": small_recipe(start_with=("1xK",), evolution={"absorb_after": 1}, **AVERAGED),
+    "from the start": small_recipe(evolution={"start_with": ("1x1", "residual"), "regrow": True, "absorb_after": 2}),
+    "from the start, average": small_recipe(evolution={"start_with": ("1xK",), "absorb_after": 1}, **AVERAGED),
     "mobileone": small_recipe(method="mobileone", replace="conv"),
     "mobileone, average": small_recipe(method="mobileone", replace="conv", **AVERAGED),
     "fixed": small_recipe(method="fixed", structure=NESTED),

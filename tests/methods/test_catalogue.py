@@ -119,18 +119,18 @@ def test_methods_keep_their_publications_end_of_a_branch():
 def test_variants_of_dyrep_change_the_settings_they_name(name, changes):
     settings = {"interval": 10, "score": "snip", "seed": 3}
     assert method(name) is METHODS["dyrep"]
-    assert dyrep_settings(name, dyrep.DyRepConfig(**settings)) == dyrep.DyRepConfig(**settings, **changes)
+    assert dyrep_settings(name, dyrep.DyRepConfig.paper(**settings)) == dyrep.DyRepConfig.paper(**settings, **changes)
 
 
 def test_seven_operations_undo_a_choice_of_branches_and_plain_dyrep_does_not():
-    config = dyrep.DyRepConfig(branches=("1x1",))
+    config = dyrep.DyRepConfig.paper(branches=("1x1",))
     assert dyrep_settings("dyrep7", config).branches is None
     assert dyrep_settings("dyrep", config).branches == ("1x1",)
 
 
 def test_a_variant_that_would_never_update_is_refused():
     with pytest.raises(ConfigError, match="no update would ever be due"):
-        dyrep_settings("dyrep-5", dyrep.DyRepConfig(interval=10))
+        dyrep_settings("dyrep-5", dyrep.DyRepConfig.paper(interval=10))
 
 
 @pytest.mark.parametrize("name", ["dyrep5", "dyrep-40-nodep", "dyrep-", "dyrep-0", "DBB", "dyrep-nodep4", "", "dbb4"])
@@ -144,7 +144,7 @@ def test_unknown_names_are_refused_with_the_valid_ones(name):
 @pytest.mark.parametrize("name", ["dbb", "fixed", "dyrep5"])
 def test_settings_of_dyrep_belong_to_dyrep_alone(name):
     with pytest.raises(ConfigError, match=f"method='{name}' is not a variant of dyrep"):
-        dyrep_settings(name, dyrep.DyRepConfig())
+        dyrep_settings(name, dyrep.DyRepConfig.paper())
 
 
 def test_kernels_are_left_plain_for_a_reason():

@@ -273,7 +273,7 @@ _SESSION = {
 def own_log(folder, unit, *, metrics=()):
     """The log of a training loop of one's own: two updates, at 2 and 4 of 8."""
     log = EventLog(folder / "events.jsonl")
-    log.write("started", config=DyRepConfig(unit=unit, interval=2, total=8, seed=3).to_dict())
+    log.write("started", config=DyRepConfig.paper(unit=unit, interval=2, total=8, seed=3).to_dict())
     for place, macs in ((2, 150), (4, 300)):
         edits = [{"kind": "expand", "layer": "a", "branches": ["1x1"], "detail": {"score": 1.0}}]
         when = {"epoch": 0, "step": 0, unit: place}

@@ -85,7 +85,7 @@ def test_the_three_lines_are_enough_for_a_detector(tiny, norm):
     model = made(tiny, norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     controller = dyrep.DyRep(
-        model, optimizer, dyrep.DyRepConfig(interval=1, score="snip", top_k=2, relative_gamma=True)
+        model, optimizer, dyrep.DyRepConfig.paper(interval=1, score="snip", top_k=2, relative_gamma=True)
     )
     for _ in range(2):
         model.train()
@@ -177,7 +177,7 @@ def test_frozen_stages_neither_grow_nor_move_and_the_optimizer_keeps_its_state()
     model = build_detector("fasterrcnn_resnet18_fpn", num_classes=2, image_size=64, box_batch_size_per_image=8)
     keep_still_(model, norms="eval", frozen_stages=2)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3, momentum=0.9)
-    config = dyrep.DyRepConfig(interval=1, score="invariant", relative_gamma=True, include=("backbone.body.*",))
+    config = dyrep.DyRepConfig.paper(interval=1, score="invariant", relative_gamma=True, include=("backbone.body.*",))
     controller = dyrep.DyRep(model, optimizer, config)
     frozen = [name for name in controller.ignored if name.startswith(("backbone.body.conv1", "backbone.body.layer1"))]
     assert len(frozen) == 5
@@ -207,7 +207,7 @@ def test_frozen_stages_neither_grow_nor_move_and_the_optimizer_keeps_its_state()
 def test_before_frozen_norms_every_score_means_something(tiny, score):
     model = made(tiny, FrozenBatchNorm2d)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig(interval=1, score=score, relative_gamma=True))
+    controller = dyrep.DyRep(model, optimizer, dyrep.DyRepConfig.paper(interval=1, score=score, relative_gamma=True))
     steps(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", ScoreNoiseWarning)  # as synflow is where a batch norm follows

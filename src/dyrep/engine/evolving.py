@@ -46,12 +46,8 @@ def convert_model_(model: nn.Module, recipe: Recipe, image: Any) -> list[Edit]:
     """
     chosen = method(recipe.method)
     patterns: dict[str, Any] = {"include": recipe.dyrep.include, "exclude": recipe.dyrep.exclude}
-    if chosen.name == "dyrep":
-        if not recipe.start_with:
-            return []
-        return convert_(
-            model, "dbb7", branches=recipe.start_with, replace="conv", max_kernel=recipe.max_kernel, **patterns
-        )
+    if chosen.name == "dyrep":  # which begins by itself, see DyRepConfig.start_with
+        return []
     given = next((name for name in ("weights", "backbone") if getattr(recipe, name) is not None), None)
     preserve = given is not None and chosen.builds_blocks
     if preserve and chosen.scaling != "norm":

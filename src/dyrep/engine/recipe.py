@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from dyrep.branches import BRANCHES
 from dyrep.checking import read_settings, require, require_types
 from dyrep.config import DyRepConfig
 from dyrep.engine.data.augment import PADDING, Crop
@@ -16,8 +15,9 @@ from dyrep.engine.precision import Precision
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY, MEASURED_IMAGES, ExecutionName, SigmaGradient
 from dyrep.methods import RepNASConfig, dyrep_settings, method
-from dyrep.methods.conversion import COPIES, MAX_KERNEL, Replace
+from dyrep.methods.conversion import COPIES, Replace
 from dyrep.models.backbones import Norms
+from dyrep.surgery.beginning import MAX_KERNEL
 
 Dataset = Literal["digits", "cifar10", "cifar100", "folder", "voc", "coco", "masks"]
 Schedule = Literal["cosine", "constant"]
@@ -81,8 +81,6 @@ class Recipe:
         weights: file with initial weights of the plain network, loaded strictly.
         backbone: finished run, or file, whose deployed classifier becomes the backbone of a detector or a segmentation
             network; loaded strictly, less its last layer (default: random weights).
-        start_with: branches that every convolution has from the first step in dyrep, at full strength (default: none;
-            it starts plain). Nothing is preserved: this is for a network that is yet to learn.
         norms: what batch norms of that backbone do in training: normalise by the batch, by running statistics that do
             not change any more (eval), or nothing changes in them at all (frozen).
         frozen_stages: parts of that backbone that are not trained: 1 is the stem, 2 the first stage too, ... up to 5.
@@ -136,7 +134,6 @@ class Recipe:
     eval_every: int = 1
     weights: str | None = None
     backbone: str | None = None
-    start_with: tuple[str, ...] = ()
     norms: Norms = "batch"
     frozen_stages: int = 0
     boxes_per_image: int = BOXES_PER_IMAGE
@@ -212,23 +209,21 @@ class Recipe:
 
     def _check_start(self) -> None:
         evolves = method(self.method).name == "dyrep"
-        require("start_with", self.start_with, "a list of branches", not isinstance(self.start_with, str))
-        for branch in self.start_with:
-            require("start_with", branch, f"one of {', '.join(BRANCHES)}", branch in BRANCHES)
-        for name, value in (("start_with", self.start_with), ("absorb_after", self.dyrep.absorb_after)):
+        begins = self.dyrep.start_with
+        for name, value in (("start_with", begins), ("absorb_after", self.dyrep.absorb_after)):
             if value and not evolves:
                 ours = f"{name}={value} is for method='dyrep'"
                 raise ConfigError(f"{ours}, and this one is {self.method!r}: leave it out")
-        if self.dyrep.absorb_after is not None and not self.start_with and not self.evolution().grows:
+        if self.dyrep.absorb_after is not None and begins == () and not self.evolution().grows:
             raise ConfigError(
                 f"absorb_after={self.dyrep.absorb_after} comes before the first update, after "
                 f"{self.dyrep.start + self.dyrep.interval} {self.dyrep.unit}s, so nothing would ever grow: give a "
                 "smaller interval or start, or begin with branches, start_with"
             )
         for given in ("weights", "backbone"):
-            if self.start_with and getattr(self, given) is not None:
+            if begins and getattr(self, given) is not None:
                 raise ConfigError(
-                    f"start_with={self.start_with} is for a network that starts at random, and that of {given}="
+                    f"start_with={begins} is for a network that starts at random, and that of {given}="
                     f"{getattr(self, given)!r} does not: give one of the two"
                 )
 
@@ -256,7 +251,8 @@ class Recipe:
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Read what `to_dict` wrote; unknown settings are refused."""
         data = {key: value for key, value in data.items() if (key, value) not in _GONE}
-        evolution = DyRepConfig.from_dict(data.get("dyrep", {}))
+        moved = {"start_with": data.pop("start_with")} if "start_with" in data else {}  # of earlier versions
+        evolution = DyRepConfig.from_dict({**moved, **data.get("dyrep", {})})
         search = RepNASConfig.from_dict(data.get("repnas", {}))
         return read_settings(cls, {**data, "dyrep": evolution, "repnas": search})
 

@@ -21,7 +21,7 @@ DIGITS = Recipe(
     epochs=24,
     batch_size=32,
     # in so short a run γ hardly moves, so branches are told apart by a smaller λ than the paper's 0.02
-    dyrep=DyRepConfig(interval=3, score="invariant", cut_threshold=0.002),
+    dyrep=DyRepConfig.paper(interval=3, score="invariant", cut_threshold=0.002),
 )
 
 CIFAR = Recipe(
@@ -77,7 +77,7 @@ BCCD = Recipe(
     flip=True,
     eval_every=4,
     boxes_per_image=128,
-    dyrep=DyRepConfig(interval=3, score="invariant", relative_gamma=True, include=("backbone.body.*",)),
+    dyrep=DyRepConfig.paper(interval=3, score="invariant", relative_gamma=True, include=("backbone.body.*",)),
 )
 
 CAMVID = Recipe(
@@ -99,7 +99,7 @@ CAMVID = Recipe(
         *("sign", "fence", "car", "pedestrian", "bicyclist"),
     ),
     ignore_label=11,
-    dyrep=DyRepConfig(interval=8, score="invariant", relative_gamma=True, include=("encoder.*",)),
+    dyrep=DyRepConfig.paper(interval=8, score="invariant", relative_gamma=True, include=("encoder.*",)),
 )
 
 _ALL = (

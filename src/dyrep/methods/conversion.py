@@ -18,6 +18,7 @@ from dyrep.methods.catalogue import Method, why_not
 from dyrep.methods.catalogue import method as method_of
 from dyrep.methods.starting import OREPA_SCALES, start_
 from dyrep.surgery.assembly import Blueprint, assemble_
+from dyrep.surgery.beginning import MAX_KERNEL
 from dyrep.surgery.edits import Edit, check_growth
 from dyrep.surgery.followers import following_norms
 from dyrep.surgery.optimizer import check_holds, check_optimizer
@@ -30,7 +31,6 @@ from dyrep.surgery.wrappers import forget_compiled, unwrap
 
 Replace = Literal["conv", "conv+norm"]
 REPLACE: tuple[Replace, ...] = get_args(Replace)
-MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of a ResNet, as they are
 COPIES = 4  # of MobileOne-S0
 MOST_COPIES = 99
 

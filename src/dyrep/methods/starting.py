@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
 
-from dyrep import algebra
 from dyrep.block import RepConv
 from dyrep.branches import ORIGIN, reset_conv_
 from dyrep.branches.kinds import PointwiseKernelBranch
 from dyrep.geometry import PLAIN_CONVS
 from dyrep.methods.catalogue import Method
+from dyrep.surgery.beginning import start_as_identities_
 
 OREPA_SCALES = {ORIGIN: 0.25, "1x1-AVG": 0.25, "1x1-DCT": 0.0, "1x1-KxK": 0.5, "1x1": 1.0, "DW-1x1": 0.5}
 """Initial scales of OREPA's branches, from its published code."""
@@ -28,21 +27,11 @@ def start_(block: RepConv, method: Method, gamma: float, generator: torch.Genera
         gamma: γ of every norm; OREPA has scales of its own.
         generator: source of random weights.
     """
-    for branch in block.branch_modules().values():
-        if isinstance(branch, PointwiseKernelBranch) and branch.width == 1:
-            start_as_identity_(branch.point, block.geometry.groups)
+    start_as_identities_(block)
     if method.name == "orepa":
         _start_orepa_(block, generator)
     elif block.origin_norm is not None:
         block.origin_norm.weight.fill_(gamma)
-
-
-@torch.no_grad()
-def start_as_identity_(point: nn.Module, groups: int) -> None:
-    """Let a 1x1 convolution begin by passing every channel on."""
-    weight = point.weight
-    assert isinstance(weight, Tensor)
-    weight.copy_(algebra.identity_kernel(weight.shape[0], weight.shape[2:], groups, dtype=weight.dtype))
 
 
 def _start_orepa_(block: RepConv, generator: torch.Generator | None) -> None:

@@ -10,7 +10,7 @@ from dyrep.config import DyRepConfig
 from dyrep.engine.recipe import Recipe
 from dyrep.engine.recipes import recipe
 
-EVOLUTION = DyRepConfig(interval=1, score="snip", relative_gamma=True, calibration_batches=2, cut_threshold=1e-5)
+EVOLUTION = DyRepConfig.paper(interval=1, score="snip", relative_gamma=True, calibration_batches=2, cut_threshold=1e-5)
 
 
 def detection(**changes) -> Recipe:

@@ -1,0 +1,102 @@
+"""Branches that a network has from its first step, at full strength, because there is nothing yet to preserve."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dyrep import algebra
+from dyrep.block import RepConv
+from dyrep.branches.kinds import PointwiseKernelBranch
+from dyrep.surgery.assembly import Blueprint, assemble_
+from dyrep.surgery.edits import Edit
+from dyrep.surgery.targets import Target
+from dyrep.surgery.undo import Snapshot
+from dyrep.surgery.wrappers import forget_compiled
+
+MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of a ResNet, as they are
+
+
+def trained_norm(model: nn.Module) -> str | None:
+    """A norm whose statistics are not those of a network that has learnt nothing yet; None if there is no such norm.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+        >>> before = trained_norm(model)
+        >>> _ = model(torch.randn(2, 3, 8, 8))
+        >>> before, trained_norm(model)
+        (None, '1')
+    """
+    return next((name for name, norm in _measuring(model) if not _untouched(norm)), None)
+
+
+def is_new(model: nn.Module, layers: Collection[str]) -> bool:
+    """Whether norms show that these layers of a network have learnt nothing yet.
+
+    There have to be half as many norms as layers: a new head alone says nothing of a pretrained network without norms.
+    """
+    return 2 * len(list(_measuring(model))) >= len(layers) > 0 and trained_norm(model) is None
+
+
+def _measuring(model: nn.Module) -> Iterable[tuple[str, nn.modules.batchnorm._NormBase]]:
+    norms = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+    return ((name, norm) for name, norm in norms if norm.running_mean is not None)
+
+
+def _untouched(norm: nn.modules.batchnorm._NormBase) -> bool:
+    mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    assert mean is not None
+    assert var is not None
+    return not (count or mean.any() or (var != 1).any())
+
+
+def fitting(targets: Iterable[Target], branches: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Which of some branches each convolution can begin with, as published blocks do: square kernels up to 5x5."""
+    plain = (t for t in targets if t.depth == 0 and not t.present)
+    found = {t.name: tuple(b for b in branches if b in t.branches) for t in plain if _usual(t.kernel_size)}
+    return {name: fit for name, fit in found.items() if fit}
+
+
+def _usual(kernel: tuple[int, ...]) -> bool:
+    return len(set(kernel)) == 1 and max(kernel) <= MAX_KERNEL
+
+
+def begin_(
+    model: nn.Module, plan: Mapping[str, Sequence[str]], optimizer: Optimizer, generator: torch.Generator
+) -> list[Edit]:
+    """Give convolutions branches with γ = 1, and their own kernels a norm beside them. The function changes.
+
+    Args:
+        model: the bare model, changed in place; after an error it is as it was.
+        plan: branches by layer.
+        optimizer: the optimizer that trains the model; new parameters join it.
+        generator: source of the random weights.
+    """
+    before = Snapshot([model.get_submodule(name) for name in plan], optimizer)
+    try:
+        for name, branches in plan.items():
+            blueprint = Blueprint(tuple(branches), origin_norm=True)
+            block = assemble_(
+                model, name, blueprint, gamma=1.0, preserve=False, optimizer=optimizer, generator=generator
+            )
+            start_as_identities_(block)
+    except BaseException:
+        before.restore_()
+        raise
+    forget_compiled()
+    return [Edit("expand", name, tuple(branches)) for name, branches in plan.items()]
+
+
+@torch.no_grad()
+def start_as_identities_(block: RepConv) -> None:
+    """Let the 1x1 convolutions inside a block's ``1x1-KxK`` begin by passing every channel on, if they are as wide."""
+    for branch in block.branch_modules().values():
+        if isinstance(branch, PointwiseKernelBranch) and branch.width == 1:
+            weight = branch.point.weight
+            assert isinstance(weight, Tensor)
+            weight.copy_(
+                algebra.identity_kernel(weight.shape[0], weight.shape[2:], block.geometry.groups, dtype=weight.dtype)
+            )

@@ -1,0 +1,171 @@
+"""What a controller lets a network begin with, and what follows from that."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dyrep
+from dyrep import DyRep, DyRepConfig
+from dyrep.errors import ConfigError, SettingsChangedWarning
+from training import make_batches, make_net, member, train_epoch
+
+BATCHES = make_batches()
+USUAL = {"0": ["1x1"], "3": ["1x1", "residual"], "5": ["1x1"]}
+"""What `make_net` begins with: its first convolution has other channels behind it, the last one a stride."""
+
+
+def begin(model=None, ema=(), log=None, **settings):
+    model = make_net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = DyRepConfig(**{"interval": 1, "calibration_batches": 2, **settings})
+    return model, optimizer, DyRep(model, optimizer, config, ema=ema, log=log)
+
+
+def branches(model):
+    return {name: block["branches"] for name, block in dyrep.structure(model)["blocks"].items()}
+
+
+def test_a_new_network_begins_with_cheap_branches_and_grows_others_beside_them():
+    model, optimizer, controller = begin(macs_limit=3.0)
+    assert branches(model) == USUAL
+    assert {edit.layer: list(edit.branches) for edit in controller.begun} == USUAL
+    assert [event["type"] for event in controller.events] == ["started", "converted"]
+    before = make_net().state_dict()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in before.items())
+    for _ in range(2):
+        train_epoch(model, optimizer, BATCHES)
+        (edit,) = controller.epoch_end(BATCHES)
+        assert edit.kind == "expand"
+        assert set(edit.branches) == {"1x1-KxK", "1x1-AVG", "1xK", "Kx1"}
+    make_net().load_state_dict(controller.deploy().state_dict(), strict=True)
+    assert dyrep.verify(model, controller.deploy(), BATCHES[0]).error < 1e-5
+
+
+def test_what_it_costs_stays_below_the_limit():
+    model, optimizer, controller = begin()
+    for _ in range(4):
+        train_epoch(model, optimizer, BATCHES)
+        controller.epoch_end(BATCHES)
+    last = controller.events[-1]
+    assert last["plain_macs"] < last["macs"] <= 1.5 * last["plain_macs"]
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.raises(ConfigError, match="pass batches, or macs_limit=None"):
+        controller.epoch_end()
+
+
+def test_a_network_that_was_trained_is_left_as_it_is():
+    model = make_net()
+    model(BATCHES[0][0])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    _, _, controller = begin(model)
+    assert controller.begun == []
+    assert branches(model) == {}
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_branches_asked_for_by_name_are_refused_for_a_network_that_was_trained():
+    model = make_net()
+    model(BATCHES[0][0])
+    with pytest.raises(ConfigError, match=r"start_with=\('1x1',\).*norm '1' shows.*leave start_with out"):
+        begin(model, start_with=("1x1",))
+    assert branches(model) == {}
+
+
+def test_branches_asked_for_by_name_need_no_norms_to_tell():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+    assert branches(begin(model)[0]) == {}
+    assert branches(begin(model, start_with=("1xK",))[0]) == {"0": ["1xK"], "2": ["1xK"]}
+
+
+def test_a_network_that_has_branches_goes_on_with_them():
+    model = make_net()
+    dyrep.expand_(model, "3", ["Kx1"])
+    begin(model, start_with=("1x1",))
+    assert branches(model) == {"3": ["Kx1"]}
+
+
+def test_an_empty_start_is_plain():
+    assert branches(begin(start_with=())[0]) == {}
+
+
+def test_layers_that_are_excluded_or_frozen_begin_plain():
+    model = make_net()
+    model[0].weight.requires_grad_(False)
+    begin(model, exclude=("5",))
+    assert branches(model) == {"3": ["1x1", "residual"]}
+
+
+def test_an_average_begins_with_the_same():
+    model = make_net()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    begin(model, ema=average)
+    ours, theirs = model.state_dict(), average.module.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def test_the_same_seed_begins_with_the_same_weights_whatever_was_drawn_before():
+    torch.manual_seed(1)
+    first = begin(seed=3)[0].state_dict()
+    torch.rand(7)
+    state = torch.get_rng_state()
+    again, other = begin(make_net(), seed=3)[0].state_dict(), begin(make_net(), seed=4)[0].state_dict()
+    assert torch.equal(first["3.branches.1x1.conv.weight"], again["3.branches.1x1.conv.weight"])
+    assert not torch.equal(first["3.branches.1x1.conv.weight"], other["3.branches.1x1.conv.weight"])
+    torch.set_rng_state(state)
+
+
+def test_a_run_that_is_continued_takes_on_the_structure_it_had(tmp_path):
+    model, optimizer, controller = begin(macs_limit=3.0, log=tmp_path / "events.jsonl")
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+    saved, weights = controller.state_dict(), model.state_dict()
+    again, _, later = begin(macs_limit=3.0, log=tmp_path / "events.jsonl")
+    later.load_state_dict(saved)
+    again.load_state_dict(weights, strict=True)
+    assert dyrep.structure(again) == dyrep.structure(model)
+    kinds = [event["type"] for event in dyrep.read_events(tmp_path / "events.jsonl")]
+    assert kinds == ["started", "converted", "update", "resumed"]
+
+
+def test_a_run_that_started_plain_stays_so_when_it_is_continued():
+    model, _, controller = begin(start_with=())
+    again, _, later = begin()
+    with pytest.warns(SettingsChangedWarning, match=r"start_with=\[\] is now None"):
+        later.load_state_dict(controller.state_dict())
+    assert branches(again) == branches(model) == {}
+
+
+def test_when_following_fails_the_network_is_as_it_was(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("no")
+
+    model = make_net()
+    monkeypatch.setattr(dyrep.controller.Followers, "follow_", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        begin(model)
+    assert type(model[3]) is nn.Conv2d
+    assert model.state_dict().keys() == make_net().state_dict().keys()
+
+
+def begin_on_rank(rank, init_file, out):
+    with member(rank, init_file):
+        plain = make_net(seed=rank)  # DistributedDataParallel gives both the weights of rank 0
+        model = DistributedDataParallel(plain)
+        _, optimizer, controller = begin(model, seed=rank)
+        train_epoch(model, optimizer, make_batches(seed=rank))
+        controller.epoch_end(make_batches(seed=rank))
+        torch.save({"weights": dict(plain.named_parameters()), "blocks": branches(model)}, f"{out}/rank{rank}.pt")
+
+
+def test_ranks_begin_and_go_on_alike(tmp_path):
+    mp.spawn(begin_on_rank, args=(tmp_path / "init", str(tmp_path)), nprocs=2)
+    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    assert first["blocks"] == second["blocks"]
+    assert set(first["blocks"]) == set(USUAL)
+    for name, parameter in first["weights"].items():
+        assert torch.equal(parameter, second["weights"][name]), name
