@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dyrep
 from dyrep import DyRep, DyRepConfig
-from dyrep.errors import ConfigError, SettingsChangedWarning
+from dyrep.errors import ConfigError, IneligibleLayerError, SettingsChangedWarning
 from training import make_batches, make_net, member, train_epoch
 
 BATCHES = make_batches()
@@ -73,6 +73,11 @@ def test_branches_asked_for_by_name_are_refused_for_a_network_that_was_trained()
     with pytest.raises(ConfigError, match=r"start_with=\('1x1',\).*norm '1' shows.*leave start_with out"):
         begin(model, start_with=("1x1",))
     assert branches(model) == {}
+
+
+def test_branches_that_fit_nowhere_are_refused():
+    with pytest.raises(IneligibleLayerError, match=r"start_with=\('residual',\): no square convolution of at most 5x5"):
+        begin(nn.Sequential(nn.Conv2d(3, 8, 3)), start_with=("residual",))
 
 
 def test_branches_asked_for_by_name_need_no_norms_to_tell():

@@ -85,7 +85,7 @@ def test_studies_without_results_are_listed_in_one_line_with_their_commands(foun
     assert len(missing.splitlines()) == 1
     assert "`cuts` (" not in missing
     assert "Of `cuts`: paper, λ = 0.002; reference, reference norm." in missing
-    assert "`limits` (how much to grow), `folding` (" in missing
+    assert "`limits` (how much our defaults grow, and what less costs), `folding` (" in missing
     assert ": `python benchmarks/arms.py STUDY --data DIR --out results/selection.json`. " in missing
     assert missing.endswith(": `python benchmarks/arms.py table --data DIR --out results/cifar.json`.")
 

@@ -12,7 +12,7 @@ from dyrep.block import RepConv
 from dyrep.config import USUAL_START, DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.normflow import has_flow
-from dyrep.surgery.beginning import fitting, is_new, trained_norm
+from dyrep.surgery.beginning import MAX_KERNEL, fitting, is_new, trained_norm
 from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
 from dyrep.surgery.preserve import device_of
@@ -76,6 +76,7 @@ class Candidates:
 
         Raises:
             ConfigError: branches to begin with are asked for by name, and the network has been trained.
+            IneligibleLayerError: they are asked for by name, and fit nowhere.
         """
         branches = self._config.start_with
         if branches == () or structure(self._model)["blocks"]:
@@ -89,7 +90,13 @@ class Candidates:
                 f"start_with={branches} changes what a network computes, and norm {trained!r} shows that this one has "
                 "been trained: leave start_with out, and branches grow without changing it"
             )
-        return fitting(self.targets(), branches)
+        plan = fitting(self.targets(), branches)
+        if not plan:
+            raise IneligibleLayerError(
+                f"start_with={branches}: no square convolution of at most {MAX_KERNEL}x{MAX_KERNEL} can begin with any of "
+                "these; dyrep.targets(model) tells what fits, start_with=() starts plain"
+            )
+        return plan
 
     def trains(self, layer: str) -> bool:
         """Whether the optimizer holds a layer, or the one that its block has grown from."""
