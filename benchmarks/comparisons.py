@@ -9,13 +9,13 @@ The others (``results/selection.json``) train on 45,000 images and look at the 5
 part. ``starts``, ``rivals``, ``decays``, ``spaces``, ``places``, ``absorbing`` and ``recipes`` choose nothing: the
 plain network, trained in other ways too, and blocks from the start are there to compare with. The rest choose defaults:
 ``gammas``, ``growth``, ``scores``, ``cuts`` and ``folding``, each of which changes one thing about the paper's
-settings, and ``limits``, about what these have chosen. The rule, fixed before the runs: of the arms of a study the one with the largest mean accuracy over at
-least five paired seeds becomes the default if the 95 % confidence interval of its paired difference to the present
-default lies above zero. Otherwise the present default stays, unless an arm is cheaper by at least a tenth and the
-interval of its difference reaches no lower than -0.1 points: then that one. Cost is the average of multiply-adds over
-training; where blocks are folded, which these do not tell, it is the time of training alone on the GPU. Their arms may
-cost half as much again as the plain network, and do not nest blocks. What has been chosen is put together in `CHOSEN`,
-for ``table``.
+settings, and ``limits``, about what these have chosen. The rule, fixed before the runs: of the arms of a study the one
+with the largest mean accuracy over at least five paired seeds becomes the default if the 95 % confidence interval of
+its paired difference to the present default lies above zero. Otherwise the present default stays, unless an arm is
+cheaper by at least a tenth and the interval of its difference reaches no lower than -0.1 points: then that one. Cost is
+the average of multiply-adds over training; where blocks are folded, which these do not tell, it is the time of training
+alone on the GPU. Their arms may cost half as much again as the plain network, and do not nest blocks. What has been
+chosen is put together in `CHOSEN`, for ``table``.
 
 Runs of ``gammas``, and some others, were made when synflow was still added up term by term, as in the published code,
 which under autocast is rounding: the layers that grow are chosen by chance there (``--score synflow_summed``).

@@ -76,7 +76,7 @@ def test_branches_asked_for_by_name_are_refused_for_a_network_that_was_trained()
 
 
 def test_branches_that_fit_nowhere_are_refused():
-    with pytest.raises(IneligibleLayerError, match=r"start_with=\('residual',\): no square convolution of at most 5x5"):
+    with pytest.raises(IneligibleLayerError, match=r"start_with=\('residual',\): no square convolution up to 5x5"):
         begin(nn.Sequential(nn.Conv2d(3, 8, 3)), start_with=("residual",))
 
 
@@ -91,6 +91,14 @@ def test_a_network_that_has_branches_goes_on_with_them():
     dyrep.expand_(model, "3", ["Kx1"])
     begin(model, start_with=("1x1",))
     assert branches(model) == {"3": ["Kx1"]}
+
+
+def test_networks_of_two_optimizers_begin_one_by_one():
+    model = nn.ModuleDict({"one": make_net(), "two": make_net()})
+    for part in ("one", "two"):
+        optimizer = torch.optim.SGD(model[part].parameters(), lr=0.05)
+        controller = DyRep(model, optimizer, DyRepConfig(start_with=("1xK",)))
+        assert [edit.layer for edit in controller.begun] == [f"{part}.0", f"{part}.3", f"{part}.5"]
 
 
 def test_an_empty_start_is_plain():
@@ -145,16 +153,23 @@ def test_a_run_that_started_plain_stays_so_when_it_is_continued():
     assert branches(again) == branches(model) == {}
 
 
-def test_when_following_fails_the_network_is_as_it_was(monkeypatch):
-    def fail(*_, **__):
+@pytest.mark.parametrize("place", ["begin_", "Followers.follow_"])
+def test_after_an_error_everything_is_as_it_was(place, monkeypatch):
+    begin_ = dyrep.controller.begin_
+
+    def fail(*arguments, **_):
+        if place == "begin_":
+            begin_(*arguments)
         raise RuntimeError("no")
 
     model = make_net()
-    monkeypatch.setattr(dyrep.controller.Followers, "follow_", fail)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    monkeypatch.setattr(f"dyrep.controller.{place}", fail)
     with pytest.raises(RuntimeError, match="no"):
-        begin(model)
+        DyRep(model, optimizer)
     assert type(model[3]) is nn.Conv2d
     assert model.state_dict().keys() == make_net().state_dict().keys()
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 
 
 def begin_on_rank(rank, init_file, out):

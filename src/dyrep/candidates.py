@@ -72,14 +72,14 @@ class Candidates:
         return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
 
     def beginning(self) -> dict[str, tuple[str, ...]]:
-        """The branches to begin with, by layer; none where there are branches already.
+        """The branches to begin with, by layer; none if this optimizer trains branches already.
 
         Raises:
             ConfigError: branches to begin with are asked for by name, and the network has been trained.
             IneligibleLayerError: they are asked for by name, and fit nowhere.
         """
         branches = self._config.start_with
-        if branches == () or structure(self._model)["blocks"]:
+        if branches == () or any(self.trains(name) for name in structure(self._model)["blocks"]):
             return {}
         if branches is None:
             usual = fitting(self.targets(), USUAL_START)
@@ -93,7 +93,7 @@ class Candidates:
         plan = fitting(self.targets(), branches)
         if not plan:
             raise IneligibleLayerError(
-                f"start_with={branches}: no square convolution of at most {MAX_KERNEL}x{MAX_KERNEL} can begin with any of "
+                f"start_with={branches}: no square convolution up to {MAX_KERNEL}x{MAX_KERNEL} can begin with any of "
                 "these; dyrep.targets(model) tells what fits, start_with=() starts plain"
             )
         return plan

@@ -137,8 +137,8 @@ class DyRep:
         before = Snapshot([model.get_submodule(name) for name in plan], self.optimizer)
         # no update has this seed
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 - 1) * 2)
-        edits = begin_(model, plan, self.optimizer, generator)
         try:
+            edits = begin_(model, plan, self.optimizer, generator)
             if together:
                 ranks.broadcast_(p for name in plan for p in model.get_submodule(name).parameters())
             self.model = self._followers.follow_(self.model, begun=plan)

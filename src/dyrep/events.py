@@ -94,7 +94,8 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         elif event["type"] == "started":
             before, events = events, [event]
         elif event["type"] == "resumed":
-            history = before if all(earlier["type"] in ("started", "converted") for earlier in events) else events
+            new = all(earlier["type"] in ("started", "converted") for earlier in events)
+            history = before if before and new else events
             events = [*(earlier for earlier in history if earlier["seq"] < event["seq"]), event]
         else:
             events.append(event)

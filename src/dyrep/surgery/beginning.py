@@ -14,7 +14,6 @@ from dyrep.branches.kinds import PointwiseKernelBranch
 from dyrep.surgery.assembly import Blueprint, assemble_
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.targets import Target
-from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import forget_compiled
 
 MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of a ResNet, as they are
@@ -70,22 +69,15 @@ def begin_(
     """Give convolutions branches with γ = 1, and their own kernels a norm beside them. The function changes.
 
     Args:
-        model: the bare model, changed in place; after an error it is as it was.
+        model: the bare model, changed in place; after an error it is for the caller to put back.
         plan: branches by layer.
         optimizer: the optimizer that trains the model; new parameters join it.
         generator: source of the random weights.
     """
-    before = Snapshot([model.get_submodule(name) for name in plan], optimizer)
-    try:
-        for name, branches in plan.items():
-            blueprint = Blueprint(tuple(branches), origin_norm=True)
-            block = assemble_(
-                model, name, blueprint, gamma=1.0, preserve=False, optimizer=optimizer, generator=generator
-            )
-            start_as_identities_(block)
-    except BaseException:
-        before.restore_()
-        raise
+    for name, branches in plan.items():
+        blueprint = Blueprint(tuple(branches), origin_norm=True)
+        block = assemble_(model, name, blueprint, gamma=1.0, preserve=False, optimizer=optimizer, generator=generator)
+        start_as_identities_(block)
     forget_compiled()
     return [Edit("expand", name, tuple(branches)) for name, branches in plan.items()]
 
