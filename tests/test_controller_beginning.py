@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dyrep
 from dyrep import DyRep, DyRepConfig
-from dyrep.errors import ConfigError, IneligibleLayerError, SettingsChangedWarning
+from dyrep.errors import ConfigError, DesyncError, IneligibleLayerError
 from training import make_batches, make_net, member, train_epoch
 
 BATCHES = make_batches()
-USUAL = {"0": ["1x1"], "3": ["1x1", "residual"], "5": ["1x1"]}
-"""What `make_net` begins with: its first convolution has other channels behind it, the last one a stride."""
+USUAL = {"0": ["1x1"], "5": ["1x1"]}
+"""What `make_net` begins with: one has other channels behind it, one a stride; behind the third there is no norm."""
 
 
 def begin(model=None, ema=(), log=None, **settings):
@@ -40,7 +40,8 @@ def test_a_new_network_begins_with_cheap_branches_and_grows_others_beside_them()
         train_epoch(model, optimizer, BATCHES)
         (edit,) = controller.epoch_end(BATCHES)
         assert edit.kind == "expand"
-        assert set(edit.branches) == {"1x1-KxK", "1x1-AVG", "1xK", "Kx1"}
+        assert {"1x1-KxK", "1x1-AVG", "1xK", "Kx1"} <= set(edit.branches)
+        assert ("1x1" in edit.branches) == (edit.layer not in USUAL)
     make_net().load_state_dict(controller.deploy().state_dict(), strict=True)
     assert dyrep.verify(model, controller.deploy(), BATCHES[0]).error < 1e-5
 
@@ -108,8 +109,33 @@ def test_an_empty_start_is_plain():
 def test_layers_that_are_excluded_or_frozen_begin_plain():
     model = make_net()
     model[0].weight.requires_grad_(False)
-    begin(model, exclude=("5",))
+    begin(model, exclude=("5",), start_with=("1x1", "residual"))
     assert branches(model) == {"3": ["1x1", "residual"]}
+
+
+def test_only_branches_that_may_grow_are_begun_with():
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8))
+    assert branches(begin(model, branches=("1xK", "residual"))[0]) == {"0": ["residual"]}
+
+
+def test_outputs_keep_the_values_they_start_at():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 3))
+    nn.init.zeros_(model[3].weight)
+    nn.init.constant_(model[3].bias, -4.6)
+    begin(model)
+    assert torch.equal(model(BATCHES[0][0]), torch.full((8, 2, 4, 4), -4.6))
+
+
+def test_a_refused_start_leaves_log_and_optimizer_alone(tmp_path):
+    begin(log=tmp_path / "events.jsonl")
+    before = (tmp_path / "events.jsonl").read_text()
+    model = make_net()
+    model(BATCHES[0][0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.raises(ConfigError):
+        DyRep(model, optimizer, DyRepConfig(start_with=("1x1",)), log=tmp_path / "events.jsonl")
+    assert not optimizer._optimizer_step_pre_hooks
+    assert (tmp_path / "events.jsonl").read_text() == before
 
 
 def test_an_average_begins_with_the_same():
@@ -127,8 +153,8 @@ def test_the_same_seed_begins_with_the_same_weights_whatever_was_drawn_before():
     torch.rand(7)
     state = torch.get_rng_state()
     again, other = begin(make_net(), seed=3)[0].state_dict(), begin(make_net(), seed=4)[0].state_dict()
-    assert torch.equal(first["3.branches.1x1.conv.weight"], again["3.branches.1x1.conv.weight"])
-    assert not torch.equal(first["3.branches.1x1.conv.weight"], other["3.branches.1x1.conv.weight"])
+    assert torch.equal(first["5.branches.1x1.conv.weight"], again["5.branches.1x1.conv.weight"])
+    assert not torch.equal(first["5.branches.1x1.conv.weight"], other["5.branches.1x1.conv.weight"])
     torch.set_rng_state(state)
 
 
@@ -148,8 +174,7 @@ def test_a_run_that_is_continued_takes_on_the_structure_it_had(tmp_path):
 def test_a_run_that_started_plain_stays_so_when_it_is_continued():
     model, _, controller = begin(start_with=())
     again, _, later = begin()
-    with pytest.warns(SettingsChangedWarning, match=r"start_with=\[\] is now None"):
-        later.load_state_dict(controller.state_dict())
+    later.load_state_dict(controller.state_dict())
     assert branches(again) == branches(model) == {}
 
 
@@ -167,7 +192,7 @@ def test_after_an_error_everything_is_as_it_was(place, monkeypatch):
     monkeypatch.setattr(f"dyrep.controller.{place}", fail)
     with pytest.raises(RuntimeError, match="no"):
         DyRep(model, optimizer)
-    assert type(model[3]) is nn.Conv2d
+    assert type(model[5]) is nn.Conv2d
     assert model.state_dict().keys() == make_net().state_dict().keys()
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 
@@ -189,3 +214,17 @@ def test_ranks_begin_and_go_on_alike(tmp_path):
     assert set(first["blocks"]) == set(USUAL)
     for name, parameter in first["weights"].items():
         assert torch.equal(parameter, second["weights"][name]), name
+
+
+def begin_after_training_on_one_rank(rank, init_file):
+    with member(rank, init_file):
+        model = make_net()
+        if rank:
+            model(BATCHES[0][0])
+        with pytest.raises(DesyncError, match="the ranks disagree on what to begin with"):
+            begin(model, start_with=("1x1",))
+        assert branches(model) == {}
+
+
+def test_a_rank_that_refuses_does_not_leave_the_others_waiting(tmp_path):
+    mp.spawn(begin_after_training_on_one_rank, args=(tmp_path / "init",), nprocs=2)

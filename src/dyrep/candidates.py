@@ -12,7 +12,7 @@ from dyrep.block import RepConv
 from dyrep.config import USUAL_START, DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.normflow import has_flow
-from dyrep.surgery.beginning import MAX_KERNEL, fitting, is_new, trained_norm
+from dyrep.surgery.beginning import MAX_KERNEL, fitting, normed, trained_norm
 from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
 from dyrep.surgery.preserve import device_of
@@ -81,10 +81,11 @@ class Candidates:
         branches = self._config.start_with
         if branches == () or any(self.trains(name) for name in structure(self._model)["blocks"]):
             return {}
-        if branches is None:
-            usual = fitting(self.targets(), USUAL_START)
-            return usual if is_new(self._model, usual) else {}
         trained = trained_norm(self._model)
+        if branches is None:
+            known = normed(self._model) if trained is None else ()
+            allowed = self._config.branches or USUAL_START
+            return fitting((t for t in self.targets() if t.name in known), [b for b in USUAL_START if b in allowed])
         if trained is not None:
             raise ConfigError(
                 f"start_with={branches} changes what a network computes, and norm {trained!r} shows that this one has "

@@ -68,14 +68,14 @@ class DyRepConfig:
             longer has a scale-free weight, so its score is not comparable with those of other convolutions under every
             metric.
         per_mac: rank operations by score per added multiply-add.
-        macs_limit: most multiply-adds in training, as a multiple of the plain model's, counted on the batches given at
-            updates (None: no limit).
+        macs_limit: up to which cost in multiply-adds the network may grow, as a multiple of the plain model's, counted
+            on the batches given at updates; what it begins with is not held to it (None: no limit).
         absorb_after: absorb every branch after so many epochs (or steps); the rest of training is that of the plain
             network, at its cost (default: never).
         start_with: branches that every square convolution up to 5x5 has from the first step, at full strength beside a
             norm on its own kernel; this does not preserve the function, so it is for a network that has learnt
-            nothing yet. None: `USUAL_START` if the statistics of its norms show that it is one, and nothing otherwise.
-            An empty tuple starts plain.
+            nothing yet. None: if the statistics of its norms show that it is one, those of `USUAL_START` that are among
+            `branches`, on convolutions right before a batch norm; nothing otherwise. An empty tuple starts plain.
         include: expand only layers that match one of these patterns (``"backbone.*"``).
         exclude: never expand layers that match one of these.
         grasp_batches: batches for the second-order score.

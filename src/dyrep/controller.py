@@ -18,6 +18,7 @@ from dyrep.config import DyRepConfig
 from dyrep.controller_state import FORMAT, check_state, clocks, set_clocks_
 from dyrep.errors import (
     ConfigError,
+    DyRepError,
     NoUpdateWarning,
     SettingsChangedWarning,
 )
@@ -61,6 +62,8 @@ class DyRep:
         execution: how blocks are run, those that grow later too: a name, or a dict of arguments of
             `dyrep.set_execution_` (default: as they are; new ones are ``"auto"``).
         distributed: whether ranks decide together (default: if torch.distributed is initialised).
+        begins: whether training begins here; otherwise a new network is left as it is too, because a saved state will
+            be loaded (which takes back what was begun, so this only spares the work).
 
     Attributes:
         model: the model to train; the same object as given unless ``wrap`` is used.
@@ -97,6 +100,7 @@ class DyRep:
         log: str | os.PathLike[str] | EventLog | None = None,
         execution: str | Mapping[str, Any] | None = None,
         distributed: bool | None = None,
+        begins: bool = True,
     ) -> None:
         self.config = _checked_config(config)
         self.model = model
@@ -109,11 +113,14 @@ class DyRep:
         self._distributed = distributed
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
+        self.begun = self._begin() if begins else []
         self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
+        self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
-        self.begun = self._begin()
-        self._watch()
+        if self.begun:
+            begun = [edit.as_dict() for edit in self.begun]
+            self._log.write("converted", method="dyrep", edits=begun, structure=structure(bare(model)))
 
     @property
     def ignored(self) -> dict[str, str]:
@@ -128,10 +135,17 @@ class DyRep:
     def _begin(self) -> list[Edit]:
         """Give a network that has learnt nothing yet the branches that it shall begin with."""
         model = bare(self.model)
-        plan = self._candidates.beginning()
         together = ranks.distributed(self._distributed)
-        if together:
-            ranks.check_agreement(plan, "what to begin with", device_of(model))
+        try:
+            plan, reason = self._candidates.beginning(), ""
+        except DyRepError as error:
+            if not together:
+                raise
+            plan, reason = {}, str(error)
+        if together:  # a rank that gave up on its own would leave the others waiting for it
+            ranks.check_agreement([plan, reason], "what to begin with", device_of(model))
+        if reason:
+            raise ConfigError(reason)
         if not plan:
             return []
         before = Snapshot([model.get_submodule(name) for name in plan], self.optimizer)
@@ -145,7 +159,6 @@ class DyRep:
         except BaseException:
             before.restore_()
             raise
-        self._log.write("converted", method="dyrep", edits=[edit.as_dict() for edit in edits])
         return edits
 
     def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
@@ -347,9 +360,10 @@ class DyRep:
 
     def _warn_about_settings(self, saved: Mapping[str, Any]) -> None:
         ours = self.config.to_dict()
-        both = ours.keys() & saved.keys()  # a setting that there was not yet was not chosen
         changed = [
-            f"{key}={saved[key]!r} is now {ours[key]!r}" for key in ours if key in both and saved[key] != ours[key]
+            f"{key}={saved.get(key)!r} is now {ours[key]!r}"
+            for key in ours
+            if saved.get(key) != ours[key] and key != "start_with"  # which is over
         ]
         if changed:
             text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)

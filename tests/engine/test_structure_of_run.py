@@ -19,6 +19,7 @@ from dyrep.errors import CheckpointError, ConfigError
 CASES = {
     "dyrep": small_recipe(epochs=4),
     "rare": small_recipe(epochs=5, evolution={"interval": 2}),
+    "begun": small_recipe(epochs=3, evolution={"interval": 2, "start_with": ("1x1",), "regrow": True}),
     "steps": small_recipe(epochs=4, evolution={"unit": "step", "interval": 4}),
     "dbb": small_recipe(method="dbb"),
     "origin": small_recipe(method="origin", epochs=2),
@@ -84,6 +85,15 @@ def test_updates_in_the_middle_of_the_next_epoch_do_not_count(epoch, run_of):
     rows = lines(run / "metrics.jsonl")
     assert rows[epoch - 1]["branches"] != rows[epoch]["branches"]
     assert branches(structure_of_run(f"{run}@{epoch}")) == rows[epoch - 1]["branches"]
+
+
+def test_before_the_first_update_it_is_what_the_run_began_with(run_of):
+    run = run_of("begun")
+    assert blocks_of(f"{run}@0") == blocks_of(f"{run}@1")
+    assert {layer: block["branches"] for layer, block in blocks_of(f"{run}@1").items()} == {
+        f"conv{number}": ["1x1"] for number in range(1, 7)
+    }
+    assert branches(structure_of_run(f"{run}@2")) > 6
 
 
 def test_before_anything_was_trained_a_run_that_updates_after_steps_was_plain(run_of):

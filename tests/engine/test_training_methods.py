@@ -1,6 +1,7 @@
 """Every method trains through the same engine: to its end, over interruptions, and with its settings."""
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import dyrep
 from dyrep.block import RepConv
+from dyrep.config import DyRepConfig
 from dyrep.engine import checkpoints, running
 from dyrep.engine.running import load_run, train
 from dyrep.errors import CheckpointError, ConfigError
@@ -556,6 +558,17 @@ def test_a_plain_run_can_go_on_with_dyrep_and_grows_then(tmp_path, monkeypatch):
     assert summary["fold_passed"]
     assert [event["epoch"] for event in events_of(tmp_path, "update")] == [1, 2]
     assert summary["structure"]["blocks"]
+
+
+@pytest.mark.parametrize("start_with", [None, ("1x1",)])
+def test_a_network_that_has_been_trained_plain_begins_with_nothing(start_with, tmp_path, monkeypatch):
+    train_some(CASES["origin"], settings(tmp_path), STEPS + 1, monkeypatch)
+    config = DyRepConfig(interval=1, score="snip", start_with=start_with)
+    recipe = replace(CASES["origin"], method="dyrep", dyrep=config)
+    summary = train(recipe, settings(tmp_path, change_settings=True))
+    assert not events_of(tmp_path, "converted")
+    assert {edit["layer"] for edit in edits_of(tmp_path, "expand")} == set(summary["structure"]["blocks"])
+    assert summary["fold_passed"]
 
 
 @pytest.mark.filterwarnings("ignore::dyrep.errors.SettingsChangedWarning")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torchvision.ops import FrozenBatchNorm2d
 
 import dyrep
-from dyrep.surgery.beginning import begin_, fitting, is_new, trained_norm
+from dyrep.models import build
+from dyrep.surgery.beginning import begin_, fitting, normed, trained_norm
 from training import make_batches, make_net
 
 
@@ -17,11 +19,10 @@ def sgd(model):
 
 def test_a_network_is_new_until_a_norm_has_seen_a_batch():
     model = make_net()
-    assert is_new(model, ["0", "3", "5"])
+    assert trained_norm(model) is None
     model.eval()(make_batches()[0][0])
-    assert is_new(model, ["0", "3", "5"])
+    assert trained_norm(model) is None
     model.train()(make_batches()[0][0])
-    assert not is_new(model, ["0", "3", "5"])
     assert trained_norm(model) == "1"
 
 
@@ -32,13 +33,31 @@ def test_pretrained_statistics_tell_even_where_the_count_is_lost(statistic):
     assert trained_norm(model) == "6"
 
 
-def test_a_new_head_says_nothing_of_a_network_without_norms():
-    convs = [nn.Conv2d(4, 4, 3) for _ in range(5)]
-    model = nn.Sequential(*convs, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
-    assert not is_new(model, [str(number) for number in range(5)])
-    assert is_new(model, ["0", "1", "2", "3"])
-    assert not is_new(nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(1, 4)), ["0"])
-    assert not is_new(nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), ["0"])
+def test_norms_of_any_make_tell_if_they_have_statistics():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), FrozenBatchNorm2d(4), nn.GroupNorm(1, 4), nn.LazyBatchNorm2d())
+    model.append(nn.BatchNorm2d(4, track_running_stats=False))
+    assert trained_norm(model) is None
+    model[1].running_var.fill_(2)
+    assert trained_norm(model) == "1"
+
+
+def test_what_stands_right_before_a_batch_norm_of_its_channels_is_known():
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)),
+        *(nn.Conv2d(8, 8, 3), FrozenBatchNorm2d(8)),
+        *(nn.Conv2d(8, 8, 3), nn.GroupNorm(1, 8)),
+        *(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(8)),
+        *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, track_running_stats=False)),
+        *(nn.Conv2d(8, 8, 3), nn.LazyBatchNorm2d()),
+        nn.Conv2d(8, 8, 3),
+    )
+    assert normed(model) == {"0"}
+
+
+@pytest.mark.parametrize(("name", "count"), [("vgg16", 13), ("resnet18", 20), ("repvgg_a2", 22)])
+def test_every_convolution_before_a_norm_of_known_networks_is_known(name, count):
+    model = build(name, num_classes=10, in_channels=3)
+    assert len(normed(model)) == count == sum(isinstance(m, nn.Conv2d) for m in model.modules())
 
 
 def test_convolutions_begin_with_what_fits_them():

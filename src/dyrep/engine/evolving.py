@@ -76,8 +76,20 @@ def make_controller(
     averages: list[nn.Module],
     scaler: torch.amp.GradScaler,
     log: EventLog,
+    *,
+    begins: bool = True,
 ) -> Controller | None:
-    """What changes the network during training, if its method does that."""
+    """What changes the network during training, if its method does that.
+
+    Args:
+        recipe: what is trained.
+        model: the network, as it is called in training.
+        optimizer: of the network.
+        averages: moving averages of it.
+        scaler: of the loss.
+        log: what happens to the structure is written there.
+        begins: whether training begins; otherwise the structure comes from a checkpoint.
+    """
     chosen = method(recipe.method)
     if chosen.name == "repnas":
         return RepNAS(model, optimizer, recipe.search(), ema=averages, scaler=scaler, log=log)
@@ -89,7 +101,7 @@ def make_controller(
     def loss(model: nn.Module, batch: Any) -> Tensor:
         return task.learn(model, batch, nullcontext()).loss
 
-    return DyRep(model, optimizer, recipe.evolution(), loss=loss, ema=averages, log=log)
+    return DyRep(model, optimizer, recipe.evolution(), loss=loss, ema=averages, log=log, begins=begins)
 
 
 def step_scorer(controller: Controller | None) -> StepScorer | None:

@@ -87,7 +87,9 @@ class Learner:
         trained = self._wrapped()
         self.log = EventLog()
         averages = [] if self.average is None else [self.average.module]
-        self.controller = make_controller(recipe, trained, self.optimizer, averages, self.scaler, self.log)
+        self.controller = make_controller(
+            recipe, trained, self.optimizer, averages, self.scaler, self.log, begins=initialised
+        )
         if self.converted:
             edits = [edit.as_dict() for edit in self.converted]
             self.log.write("converted", method=recipe.method, epochs=recipe.epochs, edits=edits)

@@ -259,12 +259,14 @@ def structure_of_run(reference: str) -> dict[str, Any]:
     found, epoch = state["structure"], int(number) if at else state["epoch"]
     if epoch > state["epoch"]:
         raise ConfigError(f"structure={reference!r}: the run has been trained for {state['epoch']} epochs so far")
-    updates = [event for event in read_events(run.path / EVENTS) if event["type"] == "update"] if at else []
+    events = read_events(run.path / EVENTS) if at else []
+    updates = [event for event in events if event["type"] == "update"]
     if updates:  # a method that never updates has the same structure throughout
         # an update between two steps belongs to the epoch that was not over yet
         unfinished = Recipe.from_dict(state["recipe"]).dyrep.unit == "step"
         earlier = [event["structure"] for event in updates if event["epoch"] + unfinished <= epoch]
-        found = earlier[-1] if earlier else {"format": found["format"], "blocks": {}}
+        begun = [event["structure"] for event in events if event["type"] == "converted" and "structure" in event]
+        found = [{"format": found["format"], "blocks": {}}, *begun, *earlier][-1]
     gated = any(block.get("scaling") == "gated" for block in found["blocks"].values())
     if gated or (state["recipe"]["method"] == "repnas" and not found["blocks"]):
         raise ConfigError(f"structure={reference!r}: at epoch {epoch} the search for a structure had not ended")

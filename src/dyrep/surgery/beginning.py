@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dyrep import algebra
@@ -22,6 +24,8 @@ MAX_KERNEL = 5  # DBB and ACNet leave kernels of 7x7 and more, as in the stem of
 def trained_norm(model: nn.Module) -> str | None:
     """A norm whose statistics are not those of a network that has learnt nothing yet; None if there is no such norm.
 
+    Norms of any make count that keep ``running_mean`` and ``running_var``, frozen ones among them.
+
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
         >>> before = trained_norm(model)
@@ -29,27 +33,34 @@ def trained_norm(model: nn.Module) -> str | None:
         >>> before, trained_norm(model)
         (None, '1')
     """
-    return next((name for name, norm in _measuring(model) if not _untouched(norm)), None)
+    return next((name for name, module in model.named_modules() if _has_moved(module)), None)
 
 
-def is_new(model: nn.Module, layers: Collection[str]) -> bool:
-    """Whether norms show that these layers of a network have learnt nothing yet.
+def _has_moved(norm: nn.Module) -> bool:
+    mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
+    if not isinstance(mean, Tensor) or not isinstance(var, Tensor) or is_lazy(mean):
+        return False
+    return bool(getattr(norm, "num_batches_tracked", None) or mean.any() or (var != 1).any())
 
-    There have to be half as many norms as layers: a new head alone says nothing of a pretrained network without norms.
+
+def normed(model: nn.Module) -> set[str]:
+    """Convolutions that stand right before a batch norm of their channels, as far as the order of modules tells.
+
+    A network's outputs have no norm behind them, and their kernels and biases often start at values with a meaning.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        >>> normed(model)
+        {'0'}
     """
-    return 2 * len(list(_measuring(model))) >= len(layers) > 0 and trained_norm(model) is None
-
-
-def _measuring(model: nn.Module) -> Iterable[tuple[str, nn.modules.batchnorm._NormBase]]:
-    norms = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase))
-    return ((name, norm) for name, norm in norms if norm.running_mean is not None)
-
-
-def _untouched(norm: nn.modules.batchnorm._NormBase) -> bool:
-    mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
-    assert mean is not None
-    assert var is not None
-    return not (count or mean.any() or (var != 1).any())
+    holding = [(name, m) for name, m in model.named_modules() if m._parameters or m._buffers]
+    return {
+        name
+        for (name, conv), (_, norm) in itertools.pairwise(holding)
+        if isinstance(norm, nn.modules.batchnorm._NormBase)
+        and norm.running_mean is not None
+        and norm.num_features == getattr(conv, "out_channels", None)
+    }
 
 
 def fitting(targets: Iterable[Target], branches: Sequence[str]) -> dict[str, tuple[str, ...]]:
