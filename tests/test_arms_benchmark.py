@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from dyrep.cli.flags import parse_training
+from dyrep.config import USUAL_START, DyRepConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 import arms
@@ -40,6 +44,12 @@ def test_studies_have_at_most_six_arms_and_choose_on_images_held_out(comparison)
     assert comparison.baseline in list(comparison.arms)[: comparison.usual]
     assert comparison.usual <= 6
     assert ("--val-split 5000" in comparison.flags) == comparison.held_out
+
+
+def test_what_was_chosen_is_the_librarys_default():
+    words = arms.COMPARISONS["table"].arms["DyRep, our defaults"].split()
+    (chosen, _), ours = parse_training(["cifar10-vgg16", *words]), DyRepConfig()
+    assert chosen.dyrep == replace(ours, interval=15, start_with=USUAL_START)
 
 
 @pytest.fixture
