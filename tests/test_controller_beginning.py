@@ -46,12 +46,15 @@ def test_a_new_network_begins_with_cheap_branches_and_grows_others_beside_them()
     assert dyrep.verify(model, controller.deploy(), BATCHES[0]).error < 1e-5
 
 
-def test_what_it_costs_stays_below_the_limit():
+def test_what_it_costs_is_written_down_from_the_first_step_and_stays_below_the_limit():
     model, optimizer, controller = begin()
+    begun = dyrep.costs(model, BATCHES[0]).macs
     for _ in range(4):
         train_epoch(model, optimizer, BATCHES)
         controller.epoch_end(BATCHES)
-    last = controller.events[-1]
+    first, *others, last = controller.events[2:]
+    assert first["macs_before"] == begun > first["plain_macs"]
+    assert not any("macs_before" in event for event in others)
     assert last["plain_macs"] < last["macs"] <= 1.5 * last["plain_macs"]
     train_epoch(model, optimizer, BATCHES)
     with pytest.raises(ConfigError, match="pass batches, or macs_limit=None"):

@@ -253,8 +253,7 @@ class DyRep:
             ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
         with preserved_randomness(model, batches):
             data = None if batches is None else self._read(batches)
-            if self._updater.plain_macs is None:
-                self._updater.costs(model, data)
+            first = self._updater.costs(model, data) if self._updater.plain_macs is None else None
             made, grounds = change(model, data)
         if made.edits:
             try:
@@ -270,6 +269,7 @@ class DyRep:
             update=self.updates,
             epoch=self.epoch,
             step=self.step,
+            **({} if first is None else {"macs_before": first.macs}),  # of what training began with
             edits=[edit.as_dict() for edit in made.edits],
             rolled_back=[edit.as_dict() for edit in made.undone],
             rejected=self._candidates.rejected,

@@ -270,14 +270,16 @@ _SESSION = {
 }
 
 
-def own_log(folder, unit, *, metrics=()):
-    """The log of a training loop of one's own: two updates, at 2 and 4 of 8."""
+def own_log(folder, unit, *, metrics=(), begun=None):
+    """The log of a training loop of one's own: two updates, at 2 and 4 of 8; at first it cost so much, if not 100."""
     log = EventLog(folder / "events.jsonl")
     log.write("started", config=DyRepConfig.paper(unit=unit, interval=2, total=8, seed=3).to_dict())
     for place, macs in ((2, 150), (4, 300)):
         edits = [{"kind": "expand", "layer": "a", "branches": ["1x1"], "detail": {"score": 1.0}}]
         when = {"epoch": 0, "step": 0, unit: place}
-        log.write("update", **when, edits=edits, macs=macs, plain_macs=100, parameters=macs, scores={"a": 1.0})
+        costs = {"macs": macs, "plain_macs": 100, "parameters": macs}
+        costs |= {"macs_before": begun} if begun and place == 2 else {}
+        log.write("update", **when, edits=edits, **costs, scores={"a": 1.0})
     for row in metrics:
         append_line(folder / "metrics.jsonl", row)
     return folder

@@ -112,6 +112,23 @@ def test_the_log_of_a_loop_of_ones_own_is_a_run_too(tmp_path, unit):
         assert [life.born for life in history.lives(run)] == [2, 4]
 
 
+def test_what_a_network_begins_with_costs_something_from_the_first_step(tmp_path):
+    run = read_run(own_log(tmp_path, "epoch", begun=120))
+    assert [(row["epoch"], row["macs"]) for row in run.rows] == [(2, 120), (4, 150)]
+    assert run.plain_macs == 100
+
+
+@pytest.mark.parametrize(
+    ("method", "cut", "cuts"), [("dyrep", "paper", True), ("dyrep", "none", False), ("dbb", "", False)]
+)
+def test_only_runs_that_may_cut_are_said_to(method, cut, cuts, tmp_path):
+    run = read_run(own_log(tmp_path, "epoch"))
+    run.recipe.update(method=method, dyrep={**run.recipe["dyrep"], "cut": cut})
+    assert run.cuts == cuts
+    run.recipe["method"] = "dyrep-nodep"
+    assert not run.cuts
+
+
 def test_metrics_beside_such_a_log_are_read(tmp_path):
     folder = own_log(tmp_path, "epoch", metrics=[{"epoch": epoch, "test_accuracy": 31.5} for epoch in (1, 3, 5)])
     assert [(row["test_accuracy"], row["macs"]) for row in read_run(folder).rows] == [

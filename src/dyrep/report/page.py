@@ -243,11 +243,7 @@ class Report:
             + self._figure(
                 figures.importance(run, f"importance-{suffix}"),
                 "Importance of branches, the mean of |γ|."
-                + (
-                    " When they differ enough, those below the mean are absorbed."
-                    if run.method.startswith("dyrep")
-                    else ""
-                ),
+                + (" When they differ enough, those below the mean are absorbed." if run.cuts else ""),
                 final,
             )
             + self._figure(

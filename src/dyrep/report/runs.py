@@ -84,6 +84,12 @@ class Run:
         return next((macs for macs in told if macs), None)
 
     @property
+    def cuts(self) -> bool:
+        """Whether it absorbs branches that stay weak."""
+        evolves = self.method.startswith("dyrep") and "-nodep" not in self.method
+        return evolves and self.recipe["dyrep"]["cut"] != "none"
+
+    @property
     def metric(self) -> str:
         """Key of what tells how good its network is, see `dyrep.wording.METRICS`."""
         return metric_of(*self.rows)
@@ -166,7 +172,7 @@ def _with_costs(
 def _macs_at(when: float, updates: list[dict[str, Any]], unit: str) -> dict[str, Any]:
     """Multiply-adds of the structure that was trained up to some time."""
     before = [event.get("macs") for event in updates if event[unit] < when]
-    macs = before[-1] if before else next((event.get("plain_macs") for event in updates), None)
+    macs = before[-1] if before else next((e.get("macs_before", e.get("plain_macs")) for e in updates), None)
     return {"macs": macs} if macs else {}
 
 
