@@ -44,6 +44,15 @@ def test_convolutions_inside_branches_go_by_the_name_of_the_outermost():
     assert names(with_branches_excluded) == ["0", "5"]
 
 
+def test_depth_and_shape_are_limited_as_asked_for():
+    model = make_net()
+    dyrep.expand_(model, "3", ["1x1-KxK", "1xK"])
+    long, deep = "3.branches.1xK.conv", "3.branches.1x1-KxK.conv"
+    assert names(found(model)) == ["0", deep, "5"]
+    assert set(names(found(model, square_only=False))) == {"0", deep, long, "5"}
+    assert names(found(model, max_depth=1, square_only=False)) == ["0", "5"]
+
+
 def test_branches_that_the_optimizer_does_not_train_are_refused_by_name():
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dyrep
 from dyrep import DyRep, DyRepConfig
-from dyrep.errors import ConfigError, DesyncError, IneligibleLayerError
+from dyrep.errors import ConfigError, DesyncError, IneligibleLayerError, SettingsChangedWarning
 from training import make_batches, make_net, member, train_epoch
 
 BATCHES = make_batches()
@@ -59,6 +59,41 @@ def test_what_it_costs_is_written_down_from_the_first_step_and_stays_below_the_l
     train_epoch(model, optimizer, BATCHES)
     with pytest.raises(ConfigError, match="pass batches, or macs_limit=None"):
         controller.epoch_end()
+
+
+def test_once_nothing_fits_into_the_limit_nothing_is_scored():
+    begun, _, _ = begin()
+    limit = dyrep.costs(begun, BATCHES[0]).macs / dyrep.costs(make_net(), BATCHES[0]).macs
+    model, optimizer, controller = begin(macs_limit=limit, branches=("1x1",), score="snip")
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.scorer.read().steps == len(BATCHES)
+    assert controller.epoch_end(BATCHES) == []
+    train_epoch(model, optimizer, BATCHES)
+    assert not controller.scorer.read().means["snip"]
+
+    _, _, later = begin(macs_limit=limit, branches=("1x1",), score="snip")
+    later.load_state_dict(controller.state_dict())
+    assert not later.scorer.read().means["snip"]
+    other, stepping, roomier = begin(macs_limit=3.0, branches=("1x1",), score="snip")
+    with pytest.warns(SettingsChangedWarning, match=r"macs_limit=1\.\d+ is now 3\.0"):
+        roomier.load_state_dict(controller.state_dict())
+    train_epoch(other, stepping, BATCHES)
+    assert [edit.layer for edit in roomier.epoch_end(BATCHES)] == ["3"]
+
+    assert controller.epoch_end(BATCHES) == []
+    dyrep.cut_(model, "5", optimizer=optimizer)  # by hand, which makes room
+    assert controller.update(BATCHES) == []
+    train_epoch(model, optimizer, BATCHES)
+    assert [edit.layer for edit in controller.epoch_end(BATCHES)] == ["5"]
+    assert not controller.scorer.read().means["snip"]
+
+
+def test_what_may_never_grow_is_not_scored():
+    model, optimizer, controller = begin(macs_limit=None, start_with=())
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+    train_epoch(model, optimizer, BATCHES)
+    assert set(controller.scorer.read().means["snip"]) < {"0", "3", "5"}  # none inside branches
 
 
 def test_a_network_that_was_trained_is_left_as_it_is():

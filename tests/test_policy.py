@@ -18,13 +18,6 @@ def test_growth_without_candidates_is_empty():
     assert choose_growth([]) == []
 
 
-def test_growth_respects_depth_and_shape():
-    candidates = [Candidate("deep", 9, depth=2), Candidate("long", 8, kernel_size=(1, 3)), Candidate("plain", 1)]
-    assert choose_growth(candidates) == ["deep"]
-    assert choose_growth(candidates, max_depth=2) == ["plain"]
-    assert choose_growth(candidates, max_depth=2, square_only=False) == ["long"]
-
-
 def test_growth_per_mac_prefers_the_cheaper():
     candidates = [Candidate("dear", 10, added_macs=100), Candidate("cheap", 5, added_macs=10)]
     assert choose_growth(candidates) == ["dear"]

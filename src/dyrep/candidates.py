@@ -54,12 +54,15 @@ class Candidates:
             raise IneligibleLayerError(f"no convolution of this model can be expanded ({reasons or 'it has none'})")
 
     def targets(self) -> list[Target]:
-        """Convolutions that could grow now, in module order."""
+        """Convolutions that may grow now, in module order."""
         config = self._config
         return [
             target
             for target, reason in self._judged()
-            if not reason and (config.regrow or not target.present) and self.wanted(target)
+            if not reason
+            and (config.regrow or not target.present)
+            and (config.max_depth is None or target.depth < config.max_depth)
+            and self.wanted(target)
         ]
 
     def ignored(self) -> dict[str, str]:
@@ -145,6 +148,9 @@ class Candidates:
                 reason = reason or "excluded by the configuration's include and exclude patterns"
             elif id(self._model.get_submodule(target.name).weight) not in held:
                 reason = reason or "its weight is not in the optimizer"
+            elif self._config.square_only and len(set(target.kernel_size)) > 1:
+                sides = "x".join(map(str, target.kernel_size))
+                reason = reason or f"the kernel is {sides}: square_only=False lets it grow"
             judged.append((target, reason))
         return judged
 

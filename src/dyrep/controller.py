@@ -308,6 +308,7 @@ class DyRep:
             "rejected": dict(self._candidates.rejected),
             "clocks": clocks(model),
             "plain_macs": self._updater.plain_macs,
+            "grown_out": self._updater.grown_out,
             "next_event": self._log.next_seq,
         }
 
@@ -337,6 +338,8 @@ class DyRep:
         self._candidates.rejected = dict(state["rejected"])
         counters = state["counters"]
         self.epoch, self.step, self.updates = counters["epoch"], counters["step"], counters["updates"]
+        same = state["config"] == self.config.to_dict()  # with another limit something may fit again
+        self._updater.grown_out = same and state.get("grown_out", False)
         self._watch()
         self.scorer.load_state_dict(state["scorer"])
         self._updater.plain_macs = state["plain_macs"]
@@ -344,7 +347,7 @@ class DyRep:
         self._log.resume(state["next_event"], epoch=self.epoch, step=self.step, update=self.updates)
 
     def _watch(self) -> None:
-        """Score what could grow from now on; nothing once all branches are to be absorbed for good, as that costs time.
+        """Score what could grow from now on, and nothing if there is no such thing for good, as scoring costs time.
 
         Branches that should be gone by then, but were left by an update that failed, or in a run that is resumed with
         other settings, are absorbed at the next occasion.
@@ -352,7 +355,8 @@ class DyRep:
         count = self.epoch if self.config.unit == "epoch" else self.step
         over = self.config.absorb_after is not None and count >= self.config.absorb_after
         self._overdue = over and bool(self._updater.absorbable(bare(self.model)))
-        self.scorer.watch({} if over else self._candidates.operations(), self._candidates.norms())
+        idle = over or self._updater.grown_out
+        self.scorer.watch({} if idle else self._candidates.operations(), self._candidates.norms())
 
     def _read(self, batches: Iterable[Any]) -> list[Any]:
         wanted = max(self.config.calibration_batches, self.config.grasp_batches)

@@ -20,15 +20,11 @@ class Candidate:
     Attributes:
         name: its name.
         score: how much it matters.
-        depth: how many blocks it is nested in.
-        kernel_size: its kernel.
         added_macs: multiply-adds its branches would add; 0 if unknown.
     """
 
     name: str
     score: float
-    depth: int = 0
-    kernel_size: tuple[int, ...] = (3, 3)
     added_macs: int = 0
 
 
@@ -49,8 +45,6 @@ def choose_growth(
     candidates: Sequence[Candidate],
     *,
     top_k: int = 1,
-    max_depth: int | None = None,
-    square_only: bool = True,
     per_mac: bool = False,
     spare_macs: float = math.inf,
 ) -> list[str]:
@@ -59,8 +53,6 @@ def choose_growth(
     Args:
         candidates: what could be expanded.
         top_k: how many to choose at most.
-        max_depth: deepest nesting allowed: 1 keeps to the model's own convolutions, None sets no limit.
-        square_only: leave kernels with unequal sides alone.
         per_mac: rank by score per added multiply-add.
         spare_macs: multiply-adds that may be added in all; what does not fit is passed over.
 
@@ -71,15 +63,9 @@ def choose_growth(
         >>> choose_growth([Candidate("a", 1.0), Candidate("b", 3.0), Candidate("c", 2.0)], top_k=2)
         ['b', 'c']
     """
-    allowed = [
-        c
-        for c in candidates
-        if math.isfinite(c.score)
-        and (max_depth is None or c.depth < max_depth)
-        and (not square_only or len(set(c.kernel_size)) == 1)
-    ]
+    scored = [c for c in candidates if math.isfinite(c.score)]
     chosen: list[str] = []
-    for c in sorted(allowed, key=lambda c: c.score / max(c.added_macs, 1) if per_mac else c.score, reverse=True):
+    for c in sorted(scored, key=lambda c: c.score / max(c.added_macs, 1) if per_mac else c.score, reverse=True):
         if len(chosen) < top_k and c.added_macs <= spare_macs:
             chosen.append(c.name)
             spare_macs -= c.added_macs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -61,6 +62,7 @@ class Updater:
 
     Attributes:
         plain_macs: multiply-adds of the plain network, once they have been counted.
+        grown_out: whether nothing that could grow fits into the limit any more, and nothing will be cut to make room.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Updater:
         self._config, self._optimizer, self._candidates = config, optimizer, candidates
         self._forward, self._distributed = forward, distributed
         self.plain_macs: int | None = None
+        self.grown_out = False
         self._stuck: set[str] = set()
 
     def update(self, model: nn.Module, scores: Mapping[str, float], data: list[Any] | None, seed: int) -> Update:
@@ -162,6 +165,7 @@ class Updater:
         except BaseException:
             guard.undo_all()
             raise
+        self.grown_out = self._is_grown_out(model, after)
         edits = [_explained(edit, scores, strengths) for edit in guard.done]
         return Update(edits, guard.rejected, strengths, None if after is None else after.macs, guard)
 
@@ -191,18 +195,25 @@ class Updater:
             raise ConfigError(
                 "per_mac and macs_limit have to run the model to count multiply-adds: pass batches, or macs_limit=None"
             )
-        spare = float("inf")
-        if config.macs_limit is not None and now is not None and self.plain_macs is not None:
-            spare = config.macs_limit * self.plain_macs - now.macs
+        spare = None if now is None else self._spare_macs(now)
         chosen = policy.choose_growth(
             [self._candidate(model, target, scores, now) for target in self._candidates.targets()],
             top_k=top_k,
-            max_depth=config.max_depth,
-            square_only=config.square_only,
             per_mac=config.per_mac,
-            spare_macs=spare,
+            spare_macs=math.inf if spare is None else spare,
         )
         return self._agreed(model, chosen, "what to expand")
+
+    def _is_grown_out(self, model: nn.Module, now: Costs | None) -> bool:
+        if self._config.cut != "none" or now is None or (spare := self._spare_macs(now)) is None:
+            return False
+        candidates = (self._candidate(model, target, {}, now) for target in self._candidates.targets())
+        return all(candidate.added_macs > spare for candidate in candidates)
+
+    def _spare_macs(self, now: Costs) -> float | None:
+        """How many multiply-adds may be added, if there is a limit."""
+        limit = self._config.macs_limit
+        return None if limit is None or self.plain_macs is None else limit * self.plain_macs - now.macs
 
     def _candidate(
         self, model: nn.Module, target: Target, scores: Mapping[str, float], now: Costs | None
@@ -212,7 +223,7 @@ class Updater:
             conv, positions = model.get_submodule(target.name), now.positions.get(target.name, Positions())
             cost = added_macs(conv, self._candidates.wanted(target), positions, self._config.width)
         score = scores.get(target.name, float("nan"))
-        return policy.Candidate(target.name, score, target.depth, target.kernel_size, cost)
+        return policy.Candidate(target.name, score, cost)
 
     def _blocks(self, model: nn.Module) -> dict[str, policy.BlockState]:
         """What the cut rule looks at, of every block that this optimizer trains."""

@@ -85,6 +85,16 @@ def test_the_score_map_has_a_cell_for_every_candidate_and_marks_what_was_chosen(
     assert "conv2 › 1x1-KxK at epoch 4: score 2, 67% of the largest, expanded" in cells
 
 
+def test_a_score_below_zero_does_not_look_like_a_large_one(tmp_path):
+    updates = [update(2, ("expand", "conv2", ALL), scores={"conv1": -4.0, "conv2": 2.0, "conv3": 4.0})]
+    picture = figures.score_map(read_run(write_run(tmp_path / "signs", updates=updates)))
+    assert "conv1 at epoch 2: score -4, -100% of the largest in size" in told(picture)
+    assert "conv2 at epoch 2: score 2, 50% of the largest in size, expanded" in told(picture)
+    least, middle, largest = (cell.get_facecolor() for cell in picture.figure.axes[0].patches)
+    assert len({least, middle, largest}) == 3
+    assert [tick.get_text() for tick in picture.figure.axes[1].get_yticklabels()] == ["-largest", "0", "largest"]
+
+
 def test_drifts_have_a_mark_for_every_edit_and_mode(run):
     marks = told(figures.drift(run))
     assert len(marks) == 8

@@ -62,7 +62,7 @@ TINY_IMAGENET = replace(
 
 # Detection and segmentation as in the paper, FPN and PSPNet, on data that is small enough for a short run. The paper
 # says nothing about their schedules, nor which parts may grow: here it is what a pretrained backbone gives to a task.
-# Its score is noise where a norm follows every convolution and training is in bfloat16, so another one chooses. Heads,
+# Some norms learn, some are frozen, some layers have none: `invariant` compares convolutions before all of them. Heads,
 # and whatever stands before a frozen norm, have outputs of any size, so γ begins relative to that.
 BCCD = Recipe(
     name="bccd-fasterrcnn",

@@ -210,19 +210,23 @@ def score_map(run: Run, name: str = "scores") -> Picture | None:
     """Scores as a heat map: a row per layer, a column per update, what was chosen marked.
 
     Scores fall by orders of magnitude in the course of training, so colours are relative to the largest of an update.
+    Some scores have a sign; what is far below zero is the last to be expanded, and has a colour of its own.
     """
     found: Scores = history.scores(run)
     if not found.epochs:
         return None
     layers = list(found.values)
+    signed = any(value is not None and value < 0 for values in found.values.values() for value in values)
+    reference = "largest in size" if signed else "largest"
     with styled():
         figure = new_figure(_WIDTH, 1.1 + 0.17 * len(layers))
         axis = figure.subplots()
-        alt = f"Scores of {len(layers)} candidates at {len(found.epochs)} updates, relative to the largest of each"
+        alt = f"Scores of {len(layers)} candidates at {len(found.epochs)} updates, relative to the {reference} of each"
         picture = Picture(name, figure, alt)
-        from matplotlib import colormaps
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import Normalize
 
-        shades = colormaps["viridis"]
+        shades = ScalarMappable(Normalize(-1 if signed else 0, 1), "PuOr_r" if signed else "viridis")
         for column, epoch in enumerate(found.epochs):
             known = [values[column] for values in found.values.values()]
             largest = max((abs(value) for value in known if value is not None), default=0.0) or 1.0
@@ -231,9 +235,10 @@ def score_map(run: Run, name: str = "scores") -> Picture | None:
                 if value is None:
                     continue
                 chosen = layer in found.chosen[column]
-                share = min(abs(value) / largest, 1.0)
-                (cell,) = axis.barh(row, 0.94, left=column - 0.47, height=0.94, color=shades(share), linewidth=0)
-                words = f"{short(layer)} at {run.unit} {epoch:g}: score {value:.3g}, {share:.0%} of the largest"
+                share = value / largest
+                colour = shades.to_rgba(share)
+                (cell,) = axis.barh(row, 0.94, left=column - 0.47, height=0.94, color=colour, linewidth=0)
+                words = f"{short(layer)} at {run.unit} {epoch:g}: score {value:.3g}, {share:.0%} of the {reference}"
                 picture.tell(cell, words + (", expanded" if chosen else ""))
                 if chosen:
                     axis.plot(column, row, marker="o", markersize=5, markerfacecolor="white", markeredgecolor="black")
@@ -244,18 +249,12 @@ def score_map(run: Run, name: str = "scores") -> Picture | None:
         axis.set_ylim(len(layers) - 0.4, -0.6)
         axis.set_xlim(-0.6, len(found.epochs) - 0.4)
         axis.set_xlabel(f"update, at the end of {run.unit}")
-        axis.set_title(f"score ({run.recipe['dyrep']['score']}) relative to the largest of the update (○ expanded)")
-        _scale(figure, axis, shades)
+        title = f"score ({run.recipe['dyrep']['score']}) relative to the {reference} of the update (○ expanded)"
+        axis.set_title(title)
+        bar = figure.colorbar(shades, ax=axis, fraction=0.025, pad=0.01, aspect=12)
+        bar.set_ticks([-1, 0, 1] if signed else [0, 1], labels=["-largest", "0", "largest"][0 if signed else 1 :])
+        bar.outline.set_visible(False)
     return picture
-
-
-def _scale(figure: Any, axis: Any, shades: Any) -> None:
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    bar = figure.colorbar(ScalarMappable(Normalize(0, 1), shades), ax=axis, fraction=0.025, pad=0.01, aspect=12)
-    bar.set_ticks([0, 1], labels=["0", "largest"])
-    bar.outline.set_visible(False)
 
 
 def drift(run: Run, name: str = "drift") -> Picture | None:
