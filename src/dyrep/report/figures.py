@@ -223,10 +223,11 @@ def score_map(run: Run, name: str = "scores") -> Picture | None:
         axis = figure.subplots()
         alt = f"Scores of {len(layers)} candidates at {len(found.epochs)} updates, relative to the {reference} of each"
         picture = Picture(name, figure, alt)
+        from matplotlib import colormaps
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
 
-        shades = ScalarMappable(Normalize(-1 if signed else 0, 1), "PuOr_r" if signed else "viridis")
+        shades, scale = colormaps["PuOr_r" if signed else "viridis"], Normalize(-1 if signed else 0, 1)
         for column, epoch in enumerate(found.epochs):
             known = [values[column] for values in found.values.values()]
             largest = max((abs(value) for value in known if value is not None), default=0.0) or 1.0
@@ -236,7 +237,7 @@ def score_map(run: Run, name: str = "scores") -> Picture | None:
                     continue
                 chosen = layer in found.chosen[column]
                 share = value / largest
-                colour = shades.to_rgba(share)
+                colour = shades(scale(share))
                 (cell,) = axis.barh(row, 0.94, left=column - 0.47, height=0.94, color=colour, linewidth=0)
                 words = f"{short(layer)} at {run.unit} {epoch:g}: score {value:.3g}, {share:.0%} of the {reference}"
                 picture.tell(cell, words + (", expanded" if chosen else ""))
@@ -251,7 +252,7 @@ def score_map(run: Run, name: str = "scores") -> Picture | None:
         axis.set_xlabel(f"update, at the end of {run.unit}")
         title = f"score ({run.recipe['dyrep']['score']}) relative to the {reference} of the update (○ expanded)"
         axis.set_title(title)
-        bar = figure.colorbar(shades, ax=axis, fraction=0.025, pad=0.01, aspect=12)
+        bar = figure.colorbar(ScalarMappable(scale, shades), ax=axis, fraction=0.025, pad=0.01, aspect=12)
         bar.set_ticks([-1, 0, 1] if signed else [0, 1], labels=["-largest", "0", "largest"][0 if signed else 1 :])
         bar.outline.set_visible(False)
     return picture
