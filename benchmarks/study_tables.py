@@ -145,7 +145,7 @@ def cifar_table() -> str:
     if not path.exists():
         return ""
     data, comparison = json.loads(path.read_text()), COMPARISONS["table"]
-    paper = {row.label: row.paper for row in STUDIES["cifar"].rows if row.group == "CIFAR-10"}
+    paper = {row.label: row.paper for row in STUDIES["cifar"].rows if row.group == "CIFAR-10" and row.paper}
     heads = ["600 epochs", "paper (%)", "ours (%)", "against origin (95 %)", "seeds"]
     heads += ["paper, GPU time", "ours", "× origin", "multiply-adds: paper", "ours", "parameters: paper", "ours"]
     lines = ["## The table of CIFAR-10", "", CIFAR, ""]

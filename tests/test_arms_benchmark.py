@@ -50,6 +50,8 @@ def test_what_was_chosen_is_the_librarys_default():
     words = arms.COMPARISONS["table"].arms["DyRep, our defaults"].split()
     (chosen, _), ours = parse_training(["cifar10-vgg16", *words]), DyRepConfig()
     assert chosen.dyrep == replace(ours, interval=15, start_with=USUAL_START)
+    (by_name, _) = parse_training(["cifar10-vgg16", "--method", "dyrep-default"])
+    assert by_name.evolution() == replace(ours, interval=15, total=600)
 
 
 @pytest.fixture

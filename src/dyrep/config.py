@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dyrep.branches import BRANCHES, GAMMA
@@ -132,6 +132,16 @@ class DyRepConfig:
         """The published code's choices: a fresh norm on the origin, its cut rule, nesting of at most two blocks."""
         published = {"origin_norm": "reference", "cut": "reference", "max_depth": 2}
         return cls.from_dict({**PAPER, **published, **changes})
+
+    def with_defaults(self) -> DyRepConfig:
+        """The same with the defaults in place of what is as in the paper; what differs from the paper stays.
+
+        Example:
+            >>> DyRepConfig.paper(macs_limit=2.0).with_defaults() == DyRepConfig(macs_limit=2.0)
+            True
+        """
+        usual = DyRepConfig()
+        return replace(self, **{name: getattr(usual, name) for name in PAPER if getattr(self, name) == PAPER[name]})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> DyRepConfig:

@@ -20,7 +20,7 @@ def test_the_list_has_everything(capsys):
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == list(STUDIES)
     assert "Table 2" in told[2]
-    assert "6 runs at scale short" in told[2]
+    assert "8 runs at scale short" in told[2]
 
 
 def test_a_study_prints_and_saves_its_table(tmp_path, capsys):

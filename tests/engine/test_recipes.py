@@ -97,7 +97,7 @@ def test_a_recipe_that_is_not_there_is_answered_with_those_that_are():
         (
             {"method": "bdd"},
             "method='bdd' is unknown; valid are origin, repvgg, acnet, dbb, dbb7, mobileone, orepa, repnas, dyrep, "
-            "fixed, and variants of dyrep such as dyrep4, dyrep-nodep and dyrep-40",
+            "fixed, and variants of dyrep such as dyrep-default, dyrep4, dyrep-nodep and dyrep-40",
         ),
         ({"dataset": "mnist"}, "dataset='mnist': must be one of digits, cifar10, cifar100, folder, voc, coco, masks"),
         ({"schedule": "step"}, "schedule='step': must be one of cosine, constant"),

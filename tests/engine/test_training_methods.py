@@ -51,7 +51,7 @@ CASES = {
     "dyrep-nodep": easy(method="dyrep-nodep", epochs=4, evolution={"cut_threshold": 0}),
     "dyrep-2": easy(method="dyrep-2", epochs=5),
     "fixed": easy(method="fixed", structure=NESTED),
-    "with branches from the start": easy(evolution={"start_with": ("1x1", "residual"), "cut": "none", "regrow": True}),
+    "dyrep-default": easy(method="dyrep-default"),
     "absorbed": easy(epochs=4, evolution={"start_with": ("1x1-KxK",), "interval": 9, "absorb_after": 2}),
 }
 BRANCHES = {
@@ -327,8 +327,8 @@ def test_dyrep_with_a_number_makes_no_update_after_that_epoch(finished):
     assert branches[0] == 0 < branches[1] < branches[2] == branches[3] == branches[4]
 
 
-def test_branches_from_the_start_are_logged_and_others_grow_beside_them(finished):
-    folder, trainer = finished("with branches from the start")
+def test_by_default_branches_from_the_start_are_logged_and_others_grow_beside_them(finished):
+    folder, trainer = finished("dyrep-default")
     (event,) = events_of(folder, "converted")
     assert {edit["layer"]: edit["branches"] for edit in event["edits"]} == {
         layer: BRANCHES["repvgg"][: 2 if layer in ("conv2", "conv4", "conv6") else 1] for layer in CONVS
@@ -337,6 +337,8 @@ def test_branches_from_the_start_are_logged_and_others_grow_beside_them(finished
     assert len(grown) == 2
     assert all("1x1-AVG" in edit["branches"] and "1x1" not in edit["branches"] for edit in grown)
     assert all(block["origin_norm"] for block in dyrep.structure(trainer.model)["blocks"].values())
+    last = events_of(folder, "update")[-1]
+    assert last["plain_macs"] < last["macs"] <= 1.5 * last["plain_macs"]
 
 
 def test_a_run_whose_branches_were_absorbed_ends_plain(finished):

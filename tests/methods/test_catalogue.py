@@ -24,6 +24,7 @@ CONVS = {
     "5x5": nn.Conv2d(8, 8, 5, padding=2),
     "unpadded": nn.Conv2d(8, 8, 3),
 }
+DEFAULTS = {"start_with": None, "cut": "none", "regrow": True, "macs_limit": 1.5, "max_depth": 1}
 EXPECTED = {
     "repvgg": {
         **dict.fromkeys(("dense", "grouped", "depthwise", "5x5"), ("1x1", "residual")),
@@ -114,12 +115,20 @@ def test_methods_keep_their_publications_end_of_a_branch():
         ("dyrep-40", {"stop": 40}),
         ("dyrep4-40", {"branches": DBB_BRANCHES, "stop": 40}),
         ("dyrep4-nodep-40", {"branches": DBB_BRANCHES, "cut": "none", "stop": 40}),
+        ("dyrep-default", DEFAULTS),
+        ("dyrep4-default-40", {**DEFAULTS, "branches": DBB_BRANCHES, "stop": 40}),
     ],
 )
 def test_variants_of_dyrep_change_the_settings_they_name(name, changes):
     settings = {"interval": 10, "score": "snip", "seed": 3}
     assert method(name) is METHODS["dyrep"]
     assert dyrep_settings(name, dyrep.DyRepConfig.paper(**settings)) == dyrep.DyRepConfig.paper(**settings, **changes)
+
+
+def test_defaults_stand_back_for_settings_that_are_not_the_papers():
+    own = dyrep.DyRepConfig.paper(macs_limit=3.0, max_depth=2, start_with=("1xK",), branches=("1xK", "1x1"))
+    expected = dyrep.DyRepConfig(macs_limit=3.0, max_depth=2, start_with=("1xK",), branches=("1xK", "1x1"))
+    assert dyrep_settings("dyrep-default", own) == expected
 
 
 def test_seven_operations_undo_a_choice_of_branches_and_plain_dyrep_does_not():
@@ -133,7 +142,9 @@ def test_a_variant_that_would_never_update_is_refused():
         dyrep_settings("dyrep-5", dyrep.DyRepConfig.paper(interval=10))
 
 
-@pytest.mark.parametrize("name", ["dyrep5", "dyrep-40-nodep", "dyrep-", "dyrep-0", "DBB", "dyrep-nodep4", "", "dbb4"])
+@pytest.mark.parametrize(
+    "name", ["dyrep5", "dyrep-40-nodep", "dyrep-nodep-default", "dyrep-", "dyrep-0", "DBB", "dyrep-nodep4", "", "dbb4"]
+)
 def test_unknown_names_are_refused_with_the_valid_ones(name):
     with pytest.raises(ConfigError) as error:
         method(name)

@@ -156,7 +156,10 @@ def _methods(words: list[str]) -> None:
     for method in METHODS.values():
         source = f" ({method.source})" if method.source else ""
         print(f"{method.name:12s}{method.title}; changes: {method.changes}{source}")
-    print("variants of dyrep: dyrep4 (four operations), dyrep-nodep (never cuts), dyrep-40 (fixed after epoch 40)")
+    print(
+        "variants of dyrep: dyrep-default (the library's defaults instead of the paper's settings), dyrep4 (four "
+        "operations), dyrep-nodep (never cuts), dyrep-40 (fixed after epoch 40)"
+    )
 
 
 def _fail(message: str, status: int) -> None:

@@ -46,7 +46,8 @@ class Recipe:
         name: what the recipe is called.
         method: what is made of the network for training: origin (nothing), repvgg, acnet, dbb, dbb7, mobileone, orepa
             (blocks from the start), repnas (a search), fixed (the blocks of --structure), dyrep (grows and sheds them).
-            Variants: dyrep4 grows DBB's operations alone, dyrep-nodep never cuts, dyrep-40 stops after epoch 40.
+            Variants: dyrep-default has the library's defaults where a recipe has the paper's settings, dyrep4 grows
+            DBB's operations alone, dyrep-nodep never cuts, dyrep-40 stops after epoch 40.
         model: a network of dyrep.models, "timm:NAME", "torchvision:NAME", or "package.module:function" of your own.
         dataset: which data; "folder" is train/CLASS/*.jpg and val/CLASS/*.jpg. Detectors learn from "voc" (Annotations
             and ImageSets) and "coco" (json), segmentation networks from "masks" (images and maps of class numbers).
@@ -214,12 +215,14 @@ class Recipe:
             if value and not evolves:
                 ours = f"{name}={value} is for method='dyrep'"
                 raise ConfigError(f"{ours}, and this one is {self.method!r}: leave it out")
-        if self.dyrep.absorb_after is not None and begins == () and not self.evolution().grows:
-            raise ConfigError(
-                f"absorb_after={self.dyrep.absorb_after} comes before the first update, after "
-                f"{self.dyrep.start + self.dyrep.interval} {self.dyrep.unit}s, so nothing would ever grow: give a "
-                "smaller interval or start, or begin with branches, start_with"
-            )
+        if self.dyrep.absorb_after is not None:
+            evolution = self.evolution()
+            if evolution.start_with == () and not evolution.grows:
+                raise ConfigError(
+                    f"absorb_after={evolution.absorb_after} comes before the first update, after "
+                    f"{evolution.start + evolution.interval} {evolution.unit}s, so nothing would ever grow: give a "
+                    "smaller interval or start, or begin with branches, start_with"
+                )
         for given in ("weights", "backbone"):
             if begins and getattr(self, given) is not None:
                 raise ConfigError(

@@ -14,7 +14,7 @@ from dyrep.geometry import ConvGeometry
 DBB_BRANCHES = ("1x1-KxK", "1x1-AVG", "1x1")
 """What the paper calls four operations, with the origin."""
 
-_DYREP = re.compile(r"dyrep([47])?(-nodep)?(?:-([1-9][0-9]*))?")
+_DYREP = re.compile(r"dyrep([47])?(-default)?(-nodep)?(?:-([1-9][0-9]*))?")
 
 
 def _never(_: ConvGeometry) -> bool:
@@ -145,14 +145,15 @@ METHODS: dict[str, Method] = {entry.name: entry for entry in _ALL}
 
 def names() -> str:
     """The names of all methods, for messages."""
-    return f"{', '.join(METHODS)}, and variants of dyrep such as dyrep4, dyrep-nodep and dyrep-40"
+    return f"{', '.join(METHODS)}, and variants of dyrep such as dyrep-default, dyrep4, dyrep-nodep and dyrep-40"
 
 
 def method(name: str) -> Method:
     """A method by its name.
 
-    Variants of DyRep: ``dyrep4`` grows DBB's four operations instead of seven, ``dyrep-nodep`` never cuts, and
-    ``dyrep-40`` leaves the structure alone after epoch 40; they combine, in this order (``dyrep4-nodep-40``).
+    Variants of DyRep: ``dyrep-default`` has the library's defaults where settings are the paper's, ``dyrep4`` grows
+    DBB's four operations instead of seven, ``dyrep-nodep`` never cuts, and ``dyrep-40`` leaves the structure alone
+    after epoch 40; they combine, in this order: ``dyrep4-default-40``, ``dyrep4-nodep-40``.
 
     Raises:
         ConfigError: there is no such method.
@@ -177,8 +178,10 @@ def dyrep_settings(name: str, config: DyRepConfig) -> DyRepConfig:
     """
     found = _DYREP.fullmatch(name)
     if found is None:
-        raise ConfigError(f"method={name!r} is not a variant of dyrep: dyrep4, dyrep-nodep, dyrep-40 ...")
-    operations, without_cutting, last = found.groups()
+        raise ConfigError(f"method={name!r} is not a variant of dyrep: dyrep-default, dyrep4, dyrep-nodep ...")
+    operations, by_default, without_cutting, last = found.groups()
+    if by_default:
+        config = config.with_defaults()
     if operations == "4":
         config = replace(config, branches=DBB_BRANCHES)
     elif operations == "7":

@@ -86,8 +86,8 @@ class Run:
     @property
     def cuts(self) -> bool:
         """Whether it absorbs branches that stay weak."""
-        evolves = self.method.startswith("dyrep") and "-nodep" not in self.method
-        return evolves and self.recipe["dyrep"]["cut"] != "none"
+        started = [event["config"] for event in self.events if event["type"] == "started" and "config" in event]
+        return any(config.get("cut", "none") != "none" for config in started)
 
     @property
     def metric(self) -> str:
