@@ -1,59 +1,24 @@
-"""Every method trains through the same engine: to its end, over interruptions, and with its settings."""
+"""Every method trains through the same engine: to its end, with its settings, and from given weights."""
 
 import json
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from engine_helpers import STEPS, assert_same, lines, make_trainer, picture, result, settings, small_recipe, train_some
-from launching import torchrun
+from engine_helpers import assert_same, lines, make_trainer, settings, small_recipe
+from method_cases import CASES, NESTED, easy, edits_of, events_of
 from safetensors.torch import load_file
 from torch import nn
 
 import dyrep
 from dyrep.block import RepConv
-from dyrep.config import DyRepConfig
-from dyrep.engine import checkpoints, running
+from dyrep.engine import running
 from dyrep.engine.running import load_run, train
-from dyrep.errors import CheckpointError, ConfigError
+from dyrep.errors import ConfigError
 from dyrep.models import build
 from dyrep.passing import PassedNorm
 from dyrep.records import PLAIN
 
-NESTED = {
-    "format": 1,
-    "blocks": {
-        "conv2": {"branches": ["1x1", "1x1-KxK"], "origin_norm": False, "width": 1},
-        "conv2.branches.1x1-KxK.conv": {"branches": ["residual", "1x1"], "origin_norm": False, "width": 1},
-        "conv5": {"branches": ["1xK"], "origin_norm": True, "width": 1},
-    },
-}
-"""A structure with a block inside of a branch, for the method fixed."""
-
-
-def easy(**changes):
-    """Few steps that are enough to learn something, with blocks whose sum is not normalised too."""
-    return small_recipe(**{"lr": 0.03, "crop": "none", "flip": False, "cutout": 0, **changes})
-
-
-CASES = {
-    "origin": easy(method="origin"),
-    "repvgg": easy(method="repvgg"),
-    "acnet": easy(method="acnet"),
-    "dbb": easy(method="dbb"),
-    "dbb7": easy(method="dbb7"),
-    "mobileone": easy(method="mobileone"),
-    "mobileone, conv": easy(method="mobileone", replace="conv"),
-    "orepa": easy(method="orepa"),
-    "repnas": easy(method="repnas", epochs=6),
-    "dyrep4": easy(method="dyrep4"),
-    "dyrep-nodep": easy(method="dyrep-nodep", epochs=4, evolution={"cut_threshold": 0}),
-    "dyrep-2": easy(method="dyrep-2", epochs=5),
-    "fixed": easy(method="fixed", structure=NESTED),
-    "dyrep-default": easy(method="dyrep-default"),
-    "absorbed": easy(epochs=4, evolution={"start_with": ("1x1-KxK",), "interval": 9, "absorb_after": 2}),
-}
 BRANCHES = {
     "repvgg": ["1x1", "residual"],
     "acnet": ["1xK", "Kx1"],
@@ -88,14 +53,6 @@ def finished(tmp_path_factory):
         return folder, kept.pop()
 
     return run
-
-
-def events_of(folder, kind):
-    return [event for event in lines(folder / "events.jsonl") if event["type"] == kind]
-
-
-def edits_of(folder, kind):
-    return [edit for event in events_of(folder, "update") for edit in event["edits"] if edit["kind"] == kind]
 
 
 def eval_outputs(model):
@@ -210,81 +167,6 @@ def test_a_search_ends_with_the_branches_it_kept(finished):
     branches = [row["branches"] for row in lines(folder / "metrics.jsonl")]
     assert branches[0] == branches[1] > branches[2] == sum(len(block.branches) for block in blocks.values())
     assert set(branches[2:]) == {branches[2]}
-
-
-# -- stopped and continued --------------------------------------------------------------------------------------
-
-AVERAGED = {"ema": 0.8, "label_smoothing": 0.1, "warmup_epochs": 1, "decay_norms": False, "nesterov": True}
-RESUMED = {
-    **{
-        f"{name}{', average' if changes else ''}": small_recipe(method=name, **changes)
-        for name in ("dbb", "orepa", "repnas")
-        for changes in ({}, AVERAGED)
-    },
-    "from the start": small_recipe(evolution={"start_with": ("1x1", "residual"), "regrow": True, "absorb_after": 2}),
-    "from the start, average": small_recipe(evolution={"start_with": ("1xK",), "absorb_after": 1}, **AVERAGED),
-    "mobileone": small_recipe(method="mobileone", replace="conv"),
-    "mobileone, average": small_recipe(method="mobileone", replace="conv", **AVERAGED),
-    "fixed": small_recipe(method="fixed", structure=NESTED),
-    "fixed, average": small_recipe(method="fixed", structure=NESTED, **AVERAGED),
-    "repnas, conv, average": small_recipe(method="repnas", replace="conv", ema=0.8),
-}
-PLACES = {"random part": (3,), "search": (STEPS + 3,), "after the search": (2 * STEPS + 3,), "everywhere": (4, 5, 6)}
-"""Of RepNAS, in steps: the random part takes an epoch, the search another."""
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """What uninterrupted runs come to."""
-
-    @cache
-    def run(case):
-        folder = tmp_path_factory.mktemp("whole")
-        train(RESUMED[case], settings(folder))
-        return result(folder)
-
-    return run
-
-
-@pytest.mark.parametrize("case", [case for case in RESUMED if "repnas" not in case])
-@pytest.mark.parametrize("places", [(3,), pytest.param((STEPS, 4), marks=pytest.mark.slow)], ids=str)
-def test_a_run_of_blocks_stopped_and_continued_equals_one_that_was_not(case, places, whole, tmp_path, monkeypatch):
-    for steps in places:
-        assert not train_some(RESUMED[case], settings(tmp_path), steps, monkeypatch)
-    train(RESUMED[case], settings(tmp_path))
-    assert_same(result(tmp_path), whole(case))
-
-
-@pytest.mark.parametrize("case", [case for case in RESUMED if "repnas" in case])
-@pytest.mark.parametrize(
-    "place", [*list(PLACES)[:1], *(pytest.param(place, marks=pytest.mark.slow) for place in list(PLACES)[1:])]
-)
-def test_a_search_stopped_and_continued_equals_one_that_was_not(case, place, whole, tmp_path, monkeypatch):
-    for steps in PLACES[place]:
-        assert not train_some(RESUMED[case], settings(tmp_path), steps, monkeypatch)
-    train(RESUMED[case], settings(tmp_path))
-    assert_same(result(tmp_path), whole(case))
-
-
-@pytest.mark.parametrize("case", ["dbb", "orepa, average", "repnas, average"])
-def test_writing_checkpoints_of_blocks_changes_nothing(case, whole, tmp_path):
-    train(RESUMED[case], settings(tmp_path, checkpoint_minutes=0))
-    assert_same(result(tmp_path), whole(case))
-
-
-def test_the_search_is_where_the_places_say(tmp_path, monkeypatch):
-    found, before = {}, 0
-    for place in ("random part", "search", "after the search"):
-        train_some(RESUMED["repnas"], settings(tmp_path), PLACES[place][0] - before, monkeypatch)
-        saved, before = checkpoints.read(tmp_path / checkpoints.LAST), PLACES[place][0]
-        assert saved["epoch"] * STEPS + saved["step"] == before
-        state = saved["controller"]
-        found[place] = (state["kept"] is None, state["learner"] is not None, bool(state["strengths"].count_nonzero()))
-    assert found == {
-        "random part": (True, False, False),
-        "search": (True, True, True),
-        "after the search": (False, False, True),
-    }
 
 
 @pytest.mark.parametrize("ema", [None, 0.8])
@@ -490,119 +372,7 @@ def test_training_from_given_weights_starts_where_they_were(finished, tmp_path):
     assert summary["test_accuracy"] > before - 10
 
 
-# -- another method on the same run -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        ("dbb", "repvgg", "other branches"),
-        ("dbb", "origin", "branches already"),
-        ("dbb", "dyrep4", "branches already"),
-        ("dbb", "repnas", "other branches"),
-        ("dbb", "dbb7", "other branches"),
-        ("repnas", "dbb7", "other branches"),
-        ("repnas", "dyrep4", "branches already"),
-        ("orepa", "dbb", "other branches"),
-        ("mobileone", "mobileone, conv", "other branches"),
-        ("origin", "dbb", "branches"),
-        ("fixed", "dbb", "other branches"),
-        ("dbb", "fixed", "other branches"),
-        ("origin", "fixed", "branches"),
-        ("fixed", "dyrep4", "branches already"),
-    ],
-)
-def test_a_method_with_other_branches_cannot_continue_a_run(before, after, words, tmp_path, monkeypatch):
-    train_some(CASES[before], settings(tmp_path), 2, monkeypatch)
-    files = picture(tmp_path)
-    with pytest.raises(CheckpointError, match=f"{words}, so --method {CASES[after].method} cannot continue it"):
-        train(CASES[after], settings(tmp_path, change_settings=True))
-    assert picture(tmp_path) == files
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "differs"),
-    [
-        ("dbb", "repvgg", "method: 'dbb' against 'repvgg'"),
-        ("mobileone", "mobileone, conv", "replace: None against 'conv'"),
-        ("fixed", "dbb", "method: 'fixed' against 'dbb'"),
-        ("origin", "fixed", "method: 'origin' against 'fixed'"),
-    ],
-)
-def test_another_method_is_refused_by_name_unless_a_change_was_asked_for(before, after, differs, tmp_path, monkeypatch):
-    train_some(CASES[before], settings(tmp_path), 2, monkeypatch)
-    with pytest.raises(ConfigError) as refused:
-        train(CASES[after], settings(tmp_path))
-    assert differs in str(refused.value)
-    assert "--change-settings" in str(refused.value)
-
-
-def test_another_structure_is_refused_as_a_change_of_the_recipe(tmp_path, monkeypatch):
-    train_some(CASES["fixed"], settings(tmp_path), 2, monkeypatch)
-    for layer in ("conv5", "conv6"):
-        blocks = {layer: {"branches": ["1x1"], "origin_norm": False, "width": 1}}
-        recipe = easy(method="fixed", structure={"format": 1, "blocks": blocks})
-        with pytest.raises(ConfigError, match=r"was started with other settings \(.*structure"):
-            train(recipe, settings(tmp_path))
-
-
-def test_a_search_does_not_go_on_if_other_norms_are_to_be_replaced(tmp_path, monkeypatch):
-    train_some(CASES["repnas"], settings(tmp_path), 3, monkeypatch)
-    changed = easy(method="repnas", epochs=6, replace="conv")
-    with pytest.raises(CheckpointError, match="other blocks, so these cannot continue it"):
-        train(changed, settings(tmp_path, change_settings=True))
-
-
-@pytest.mark.filterwarnings("ignore::dyrep.errors.SettingsChangedWarning")
-def test_a_plain_run_can_go_on_with_dyrep_and_grows_then(tmp_path, monkeypatch):
-    train_some(CASES["origin"], settings(tmp_path), STEPS - 1, monkeypatch)
-    summary = train(CASES["dyrep4"], settings(tmp_path, change_settings=True))
-    assert summary["fold_passed"]
-    assert [event["epoch"] for event in events_of(tmp_path, "update")] == [1, 2]
-    assert summary["structure"]["blocks"]
-
-
-@pytest.mark.parametrize("start_with", [None, ("1x1",)])
-def test_a_network_that_has_been_trained_plain_begins_with_nothing(start_with, tmp_path, monkeypatch):
-    train_some(CASES["origin"], settings(tmp_path), STEPS + 1, monkeypatch)
-    config = DyRepConfig(interval=1, score="snip", start_with=start_with)
-    recipe = replace(CASES["origin"], method="dyrep", dyrep=config)
-    summary = train(recipe, settings(tmp_path, change_settings=True))
-    assert not events_of(tmp_path, "converted")
-    assert {edit["layer"] for edit in edits_of(tmp_path, "expand")} == set(summary["structure"]["blocks"])
-    assert summary["fold_passed"]
-
-
-@pytest.mark.filterwarnings("ignore::dyrep.errors.SettingsChangedWarning")
-def test_dyrep_can_go_on_as_a_variant_after_it_has_grown(tmp_path, monkeypatch):
-    train_some(small_recipe(), settings(tmp_path), STEPS + 2, monkeypatch)
-    before = checkpoints.read(tmp_path / checkpoints.LAST)["structure"]["blocks"]
-    assert before
-    summary = train(small_recipe(method="dyrep-nodep"), settings(tmp_path, change_settings=True))
-    assert not edits_of(tmp_path, "cut")
-    assert before.items() <= summary["structure"]["blocks"].items()
-
-
-# -- several processes ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dbb", "repnas"])
-def test_two_processes_train_blocks_and_end_with_the_same_weights(name, tmp_path):
-    done = torchrun(tmp_path, tmp_path / "run", "--method", name)
-    assert done.returncode == 0, done.stderr[-4000:]
-    first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
-    assert_same(second, first)
-    assert first["structure"]["blocks"]
-    assert first["summary"]["fold_passed"]
-    assert first["summary"]["processes"] == 2
-    assert first["summary"]["test_accuracy"] > 40
-    assert any("branches" in key for key in first["parameters"])
-    assert any("branches" in key for key in first["optimizer"])
-    assert not all(torch.equal(first["average"][key], value) for key, value in first["parameters"].items())
-    (converted,) = events_of(tmp_path / "run", "converted")
-    assert converted["method"] == name
-    assert len(events_of(tmp_path / "run", "update")) == (name == "repnas")
+# -- captured steps -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("score", ["synflow", "invariant"])
