@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -18,11 +21,11 @@ USUAL = {"0": ["1x1"], "5": ["1x1"]}
 """What `make_net` begins with: one has other channels behind it, one a stride; behind the third there is no norm."""
 
 
-def begin(model=None, ema=(), log=None, **settings):
+def begin(model=None, ema=(), log=None, distributed=None, **settings):
     model = make_net() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     config = DyRepConfig(**{"interval": 1, "calibration_batches": 2, **settings})
-    return model, optimizer, DyRep(model, optimizer, config, ema=ema, log=log)
+    return model, optimizer, DyRep(model, optimizer, config, ema=ema, log=log, distributed=distributed)
 
 
 def branches(model):
@@ -57,8 +60,33 @@ def test_what_it_costs_is_written_down_from_the_first_step_and_stays_below_the_l
     assert not any("macs_before" in event for event in others)
     assert last["plain_macs"] < last["macs"] <= 1.5 * last["plain_macs"]
     train_epoch(model, optimizer, BATCHES)
-    with pytest.raises(ConfigError, match="pass batches, or macs_limit=None"):
+    with pytest.raises(ConfigError, match=r"^macs_limit=1.5 needs batches"):
         controller.epoch_end()
+
+
+def resized(batches, size):
+    return [(torch.nn.functional.interpolate(images, size=size), labels) for images, labels in batches]
+
+
+@pytest.mark.parametrize("sizes", [(12, 8), (8, 12)])
+def test_the_limit_holds_on_batches_of_other_sizes_too(sizes):
+    model, optimizer, controller = begin()
+    for size in (*sizes, *sizes):
+        train_epoch(model, optimizer, BATCHES)
+        controller.epoch_end(resized(BATCHES, size))
+    for event, size in zip(controller.events[2:], (*sizes, *sizes), strict=True):
+        plain = dyrep.costs(make_net(), resized(BATCHES, size)[0]).macs
+        assert event["plain_macs"] == plain
+        assert plain < event["macs"] <= 1.5 * plain
+    assert sum(len(event["edits"]) for event in controller.events[2:]) == 1
+
+
+def test_a_model_that_cannot_be_copied_begins_and_grows():
+    model = make_net()
+    model.lock = threading.Lock()
+    _, optimizer, controller = begin(model, macs_limit=3.0)
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES)
 
 
 def test_once_nothing_fits_into_the_limit_nothing_is_scored():
@@ -176,6 +204,36 @@ def test_a_refused_start_leaves_log_and_optimizer_alone(tmp_path):
     assert (tmp_path / "events.jsonl").read_text() == before
 
 
+@pytest.mark.parametrize("reason", ["score", "log"])
+def test_what_is_refused_for_another_reason_has_begun_nothing(reason, tmp_path):
+    (tmp_path / "file").touch()
+    refused = {"score": {"score": "grasp"}, "log": {"log": tmp_path / "file" / "events.jsonl"}}[reason]
+    model = make_net()
+    with pytest.raises((ConfigError, OSError)):
+        begin(model, **refused)
+    assert branches(model) == {}
+
+
+def test_the_log_says_why_nothing_was_begun():
+    trained, normless = make_net(), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    trained(BATCHES[0][0])
+    cases = [
+        (trained, {}, "norm '1' shows that the network has been trained, or run in training mode"),
+        (normless, {}, "no square convolution up to 5x5 right before a batch norm can have any of 1x1, residual"),
+        (make_net(), {"branches": ("1xK",)}, "can have any of the branches allowed"),
+    ]
+    for model, settings, reason in cases:
+        _, _, controller = begin(model, **settings)
+        assert reason in controller.events[0]["started_plain"]
+        assert controller.begun == []
+    grown, _, _ = begin()
+    _, _, second = begin(grown)
+    assert second.events[0]["started_plain"] == "layer '0' has branches already"
+    for settings in ({}, {"start_with": ()}):
+        _, _, controller = begin(**settings)
+        assert "started_plain" not in controller.events[0]
+
+
 def test_an_average_begins_with_the_same():
     model = make_net()
     average = torch.optim.swa_utils.AveragedModel(model)
@@ -212,7 +270,9 @@ def test_a_run_that_is_continued_takes_on_the_structure_it_had(tmp_path):
 def test_a_run_that_started_plain_stays_so_when_it_is_continued():
     model, _, controller = begin(start_with=())
     again, _, later = begin()
-    later.load_state_dict(controller.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it started otherwise is over, and nothing to tell
+        later.load_state_dict(controller.state_dict())
     assert branches(again) == branches(model) == {}
 
 
@@ -237,11 +297,14 @@ def test_after_an_error_everything_is_as_it_was(place, monkeypatch):
 
 def begin_on_rank(rank, init_file, out):
     with member(rank, init_file):
+        unwrapped, _, _ = begin(seed=rank, distributed=True)  # nothing but DyRep itself can give both the same branches
+        torch.save({name: p.detach() for name, p in unwrapped.named_parameters()}, f"{out}/begun{rank}.pt")
         plain = make_net(seed=rank)  # DistributedDataParallel gives both the weights of rank 0
         model = DistributedDataParallel(plain)
         _, optimizer, controller = begin(model, seed=rank)
-        train_epoch(model, optimizer, make_batches(seed=rank))
-        controller.epoch_end(make_batches(seed=rank))
+        for size in (8, 9 - rank, 7 + rank):  # costs differ between ranks, as in detection
+            train_epoch(model, optimizer, make_batches(seed=rank))
+            controller.epoch_end(resized(make_batches(seed=rank), size))
         torch.save({"weights": dict(plain.named_parameters()), "blocks": branches(model)}, f"{out}/rank{rank}.pt")
 
 
@@ -249,9 +312,12 @@ def test_ranks_begin_and_go_on_alike(tmp_path):
     mp.spawn(begin_on_rank, args=(tmp_path / "init", str(tmp_path)), nprocs=2)
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
     assert first["blocks"] == second["blocks"]
-    assert set(first["blocks"]) == set(USUAL)
+    assert first["blocks"] != USUAL
     for name, parameter in first["weights"].items():
         assert torch.equal(parameter, second["weights"][name]), name
+    begun, other = (torch.load(tmp_path / f"begun{rank}.pt", weights_only=True) for rank in range(2))
+    assert any("branches" in name for name in begun)
+    assert all(torch.equal(parameter, other[name]) for name, parameter in begun.items())
 
 
 def begin_after_training_on_one_rank(rank, init_file):
@@ -260,8 +326,11 @@ def begin_after_training_on_one_rank(rank, init_file):
         if rank:
             model(BATCHES[0][0])
         with pytest.raises(DesyncError, match="the ranks disagree on what to begin with"):
-            begin(model, start_with=("1x1",))
+            begin(model, start_with=("1x1",), distributed=True)
         assert branches(model) == {}
+        model(BATCHES[0][0])
+        with pytest.raises(IneligibleLayerError, match=r"start_with=\('residual',\): no square convolution"):
+            begin(make_net()[:2], start_with=("residual",), distributed=True)
 
 
 def test_a_rank_that_refuses_does_not_leave_the_others_waiting(tmp_path):

@@ -61,13 +61,19 @@ def test_synflow_under_autocast_has_the_order_that_it_has_in_float64():
     assert sorted(scores, key=scores.get) == sorted(exact, key=exact.get)
 
 
-@pytest.mark.parametrize(("score", "batches"), [("synflow", None), ("synflow_summed", BATCHES)])
-def test_sums_that_are_noise_are_warned_about(score, batches):
+@pytest.mark.parametrize(
+    ("score", "batches", "remedy"),
+    [
+        ("synflow", None, r"with batches, epoch_end\(loader\), it is taken from that norm"),
+        ("synflow_summed", BATCHES, "score='synflow' takes it from that norm"),
+    ],
+)
+def test_sums_that_are_noise_are_warned_about(score, batches, remedy):
     model = make_chain()
     optimizer, controller = begin(model, score=score)
     train_epoch(model, optimizer, BATCHES)
     means = controller.scorer.read().means["synflow_summed"]
-    with pytest.warns(ScoreNoiseWarning, match=r"3 of 3 convolutions.*with batches takes it from that norm"):
+    with pytest.warns(ScoreNoiseWarning, match=rf"^{score} is .* 3 of 3 convolutions.*{remedy}"):
         assert controller.epoch_end(batches)
     assert controller.events[-1]["scores"] == means
 

@@ -27,8 +27,8 @@ def test_an_update_says_what_it_did_and_can_be_taken_back():
     grown = made.edits[0]
     assert (grown.kind, grown.layer, grown.detail["score"]) == ("expand", "3", 3.0)
     assert set(made.importances) == {"3"}
-    assert made.macs == dyrep.costs(model, BATCHES[0]).macs
-    assert updater.plain_macs == plain
+    assert made.costs == dyrep.costs(model, BATCHES[0])
+    assert made.costs.plain_macs == plain
     made.guard.undo_all()
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

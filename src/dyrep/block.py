@@ -246,8 +246,16 @@ class RepConv(_Base):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Take on the file's structure, if that was asked for, before torch loads the children."""
-        if self.prepared and prefix + "weight" in state_dict:
-            self._take_on_structure_(state_dict, prefix)
+        if prefix + "weight" in state_dict:
+            if self.prepared:
+                self._take_on_structure_(state_dict, prefix)
+            elif self.branches and not any(key.startswith(prefix + "branches.") for key in state_dict):
+                *_, errors = args  # raised by torch with all others, also if the load is not strict
+                errors.append(
+                    f"layer {prefix.removesuffix('.')!r} has branches and this state dict has none for it, so the two "
+                    "would not compute the same: load plain weights before branches grow (before dyrep.DyRep is made), "
+                    "a controller's state before the model's, or let dyrep.prepare_(model) take on what is loaded"
+                )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _take_on_structure_(self, state_dict: Mapping[str, Any], prefix: str) -> None:

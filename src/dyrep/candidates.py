@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.block import RepConv
+from dyrep.checking import LayerPatterns
 from dyrep.config import USUAL_START, DyRepConfig
 from dyrep.errors import ConfigError, IneligibleLayerError, OptimizerError
 from dyrep.normflow import has_flow
@@ -48,7 +49,8 @@ class Candidates:
         check_optimizer(optimizer)
         self._model, self._optimizer, self._config = model, optimizer, config
         self.rejected: dict[str, str] = {}
-        self._check_existing_blocks()
+        self._check_patterns()
+        self.check_existing_blocks()
         if not self.targets() and not any(target.present for target in targets(model)):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.ignored().items())[:5])
             raise IneligibleLayerError(f"no convolution of this model can be expanded ({reasons or 'it has none'})")
@@ -61,38 +63,52 @@ class Candidates:
             for target, reason in self._judged()
             if not reason
             and (config.regrow or not target.present)
-            and (config.max_depth is None or target.depth < config.max_depth)
+            and not self._too_deep(target)
             and self.wanted(target)
         ]
 
+    def _too_deep(self, target: Target) -> bool:
+        return self._config.max_depth is not None and target.depth >= self._config.max_depth
+
     def ignored(self) -> dict[str, str]:
-        """Convolutions that cannot grow as things are, and why; those that have all their branches are not listed."""
-        return {target.name: reason for target, reason in self._judged() if reason and not target.present}
+        """Convolutions that cannot grow as things are, and why.
+
+        Those that have all their branches are not listed, and neither is what lies too deep inside of branches.
+        """
+        judged = ((t, reason) for t, reason in self._judged() if not t.present and not self._too_deep(t))
+        return {target.name: reason for target, reason in judged if reason}
 
     def wanted(self, target: Target) -> tuple[str, ...]:
         """The branches a convolution would grow."""
         chosen = self._config.branches
         return target.branches if chosen is None else tuple(b for b in chosen if b in target.branches)
 
-    def beginning(self) -> dict[str, tuple[str, ...]]:
-        """The branches to begin with, by layer; none if this optimizer trains branches already.
+    def beginning(self) -> tuple[dict[str, tuple[str, ...]], str]:
+        """The branches to begin with, by layer; and if there are none, why, unless the settings say so.
 
         Raises:
             ConfigError: branches to begin with are asked for by name, and the network has been trained.
             IneligibleLayerError: they are asked for by name, and fit nowhere.
         """
         branches = self._config.start_with
-        if branches == () or any(self.trains(name) for name in structure(self._model)["blocks"]):
-            return {}
-        trained = trained_norm(self._model)
+        if branches == ():
+            return {}, ""
+        grown = next((name for name in structure(self._model)["blocks"] if self.trains(name)), None)
+        if grown is not None:
+            return {}, f"layer {grown!r} has branches already"
+        signs = self._signs_of_training()
+        if branches is None and signs:
+            return {}, f"{signs} that the network has been trained, or run in training mode"
         if branches is None:
-            known = normed(self._model) if trained is None else ()
-            allowed = self._config.branches or USUAL_START
-            return fitting((t for t in self.targets() if t.name in known), [b for b in USUAL_START if b in allowed])
-        if trained is not None:
+            known, allowed = normed(self._model), self._config.branches or USUAL_START
+            usual = [branch for branch in USUAL_START if branch in allowed]
+            plan = fitting((target for target in self.targets() if target.name in known), usual)
+            kernels = f"square convolution up to {MAX_KERNEL}x{MAX_KERNEL} right before a batch norm"
+            return plan, "" if plan else f"no {kernels} can have any of {', '.join(usual) or 'the branches allowed'}"
+        if signs:
             raise ConfigError(
-                f"start_with={branches} changes what a network computes, and norm {trained!r} shows that this one has "
-                "been trained: leave start_with out, and branches grow without changing it"
+                f"start_with={branches} changes what a network computes, and {signs} that this one has been trained, "
+                "or run in training mode: leave start_with out, and branches grow without changing it"
             )
         plan = fitting(self.targets(), branches)
         if not plan:
@@ -100,7 +116,14 @@ class Candidates:
                 f"start_with={branches}: no square convolution up to {MAX_KERNEL}x{MAX_KERNEL} can begin with any of "
                 "these; dyrep.targets(model) tells what fits, start_with=() starts plain"
             )
-        return plan
+        return plan, ""
+
+    def _signs_of_training(self) -> str:
+        norm = trained_norm(self._model)
+        if norm is not None:
+            return f"norm {norm!r} shows"
+        stepped = any(self._optimizer.state.get(p) for p in self._model.parameters())
+        return "the optimizer's state shows" if stepped else ""
 
     def trains(self, layer: str) -> bool:
         """Whether the optimizer holds a layer, or the one that its block has grown from."""
@@ -154,7 +177,22 @@ class Candidates:
             judged.append((target, reason))
         return judged
 
-    def _check_existing_blocks(self) -> None:
+    def _check_patterns(self) -> None:
+        names = [target.name for target in targets(self._model) if target.depth == 0]
+        unused = [p for p in self._config.include if not any(LayerPatterns((p,)).includes(name) for name in names)]
+        if unused and names:
+            raise ConfigError(
+                f"include={self._config.include}: {unused[0]!r} matches no convolution of this model, whose are "
+                f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}; dyrep.targets(model) lists them"
+            )
+
+    def check_existing_blocks(self) -> None:
+        """Raise if there are branches that do not fit the settings, or that the optimizer should train and does not.
+
+        Raises:
+            OptimizerError: it holds a convolution and not all of its branches.
+            ConfigError: the rule to cut by compares branches with a norm that is not there.
+        """
         held = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
         for name, module in self._model.named_modules():
             if not isinstance(module, RepConv) or not module.branches:

@@ -102,7 +102,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, *, optimizer: Optimizer
     if about.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} was not written by dyrep.save (format {about.get('format')!r}, this version reads {FORMAT!r}); "
-            "for a plain state dict use dyrep.prepare_(model) and load_state_dict"
+            "load a plain state dict with load_state_dict, and one with branches after dyrep.prepare_(model)"
         )
     wanted, aliases = about.get("structure"), about.get("aliases")
     if not isinstance(wanted, dict) or not isinstance(aliases, dict) or not set(aliases.values()) <= set(tensors):

@@ -43,8 +43,6 @@ USUAL_START = ("1x1", "residual")
 class DyRepConfig:
     """How `DyRep` evolves a model.
 
-    The defaults are what won in the studies of ``docs/results.md``; `paper` has Algorithm 1 as published.
-
     Attributes:
         interval: epochs (or steps) between updates, the paper's t: 15 on CIFAR, 5 on ImageNet.
         unit: what `interval`, `start`, `stop`, `total` and `absorb_after` count: ``"epoch"`` or ``"step"``.
@@ -74,8 +72,8 @@ class DyRepConfig:
             network, at its cost (default: never).
         start_with: branches that every square convolution up to 5x5 has from the first step, at full strength beside a
             norm on its own kernel; this does not preserve the function, so it is for a network that has learnt
-            nothing yet. None: if the statistics of its norms show that it is one, those of `USUAL_START` that are among
-            `branches`, on convolutions right before a batch norm; nothing otherwise. An empty tuple starts plain.
+            nothing yet. None: if the statistics of its norms show that it is one, 1x1 and residual as far as `branches`
+            has them, on convolutions right before a batch norm; nothing otherwise. An empty tuple starts plain.
         include: expand only layers that match one of these patterns (``"backbone.*"``).
         exclude: never expand layers that match one of these.
         grasp_batches: batches for the second-order score.
@@ -120,6 +118,8 @@ class DyRepConfig:
     @classmethod
     def paper(cls, **changes: Any) -> DyRepConfig:
         """The paper's settings: a plain start, synflow, γ = 0.01, λ = 0.02, 20 calibration batches, no limits.
+
+        The defaults are others, most of which the studies of ``docs/results.md`` have chosen.
 
         Example:
             >>> DyRepConfig.paper(interval=15).score
@@ -208,11 +208,12 @@ class DyRepConfig:
                 "or None to keep branches to the end"
             )
         ends = [end for end in (self.stop, None if self.total is None else self.total - 1) if end is not None]
-        if self.absorb_after is None and ends and not self.grows:
+        # without `start_with`, branches may be there from the start
+        if self.absorb_after is None and ends and not self.grows and self.start_with == ():
             raise ConfigError(
                 f"no update would ever be due: the first comes after {self.start + self.interval} {self.unit}s, and "
                 f"none may come after {min(ends)} (interval={self.interval}, start={self.start}, stop={self.stop}, "
-                f"total={self.total})"
+                f"total={self.total}): give a smaller interval or start, or train for longer"
             )
         if self.cut == "reference" and self.origin_norm == "none":
             raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
@@ -21,6 +20,8 @@ from dyrep.errors import (
     DyRepError,
     NoUpdateWarning,
     SettingsChangedWarning,
+    UnsynchronisedWarning,
+    warn,
 )
 from dyrep.events import EventLog
 from dyrep.following import Followers
@@ -56,8 +57,9 @@ class DyRep:
         loss: ``loss(model, batch)``, for the scores ``"grasp"`` and ``"vote"``.
         ema: a moving average of the model (`torch.optim.swa_utils.AveragedModel`, timm's, or a plain copy), or several;
             every change of structure is made to it too, see `dyrep.follow_`.
-        wrap: called with the bare model after every change of structure; returns the model to train, which is then
-            `model`. Without it a DistributedDataParallel wrapper is initialised again in place.
+        wrap: called with the bare model after every change of structure, for a network that begins with branches when
+            the controller is made; returns the model to train, which is then `model`. Without it a
+            DistributedDataParallel wrapper is initialised again in place.
         log: file for the event log (JSON lines), or an `EventLog`.
         execution: how blocks are run, those that grow later too: a name, or a dict of arguments of
             `dyrep.set_execution_` (default: as they are; new ones are ``"auto"``).
@@ -108,16 +110,26 @@ class DyRep:
         self.epoch = 0
         self.step = 0
         self.updates = self.attempts = 0
-        self._warned = False
+        self._told: set[str] = set()
+        self._closed = False
         self._followers = Followers(bare(model), ema=ema, wrap=wrap, execution=execution)
         self._distributed = distributed
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
-        self.begun = self._begin() if begins else []
-        self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
-        self._watch()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
-        self._log.write("started", config=self.config.to_dict(), ignored=self.ignored)
+        self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
+        self.begun: list[Edit] = []
+        plain = ""
+        try:  # last, as nothing may be refused any more once the model has changed
+            if begins:
+                self.begun, plain = self._begin()
+        except BaseException:
+            self.scorer.close()
+            raise
+        self._watch()
+        self._warn_about_beginning(plain)
+        reason = {"started_plain": plain} if plain else {}
+        self._log.write("started", config=self.config.to_dict(), ignored=self.ignored, **reason)
         if self.begun:
             begun = [edit.as_dict() for edit in self.begun]
             self._log.write("converted", method="dyrep", edits=begun, structure=structure(bare(model)))
@@ -132,22 +144,22 @@ class DyRep:
         """What has happened so far, as logged."""
         return self._log.events
 
-    def _begin(self) -> list[Edit]:
-        """Give a network that has learnt nothing yet the branches that it shall begin with."""
+    def _begin(self) -> tuple[list[Edit], str]:
+        """Give a network that has learnt nothing yet the branches that it shall begin with; or why it has none."""
         model = bare(self.model)
         together = ranks.distributed(self._distributed)
+        plan: dict[str, tuple[str, ...]] = {}
+        reason, refused = "", None
         try:
-            plan, reason = self._candidates.beginning(), ""
+            plan, reason = self._candidates.beginning()
         except DyRepError as error:
-            if not together:
-                raise
-            plan, reason = {}, str(error)
+            refused = error
         if together:  # a rank that gave up on its own would leave the others waiting for it
-            ranks.check_agreement([plan, reason], "what to begin with", device_of(model))
-        if reason:
-            raise ConfigError(reason)
+            ranks.check_agreement([plan, str(refused or "")], "what to begin with", device_of(model))
+        if refused is not None:
+            raise refused
         if not plan:
-            return []
+            return [], reason
         before = Snapshot([model.get_submodule(name) for name in plan], self.optimizer)
         # no update has this seed
         generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 - 1) * 2)
@@ -159,7 +171,7 @@ class DyRep:
         except BaseException:
             before.restore_()
             raise
-        return edits
+        return edits, ""
 
     def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Call after every epoch; updates the structure if that is due.
@@ -175,13 +187,10 @@ class DyRep:
             What was changed; empty when nothing was.
         """
         self.epoch += 1
-        if self.config.unit == "step" and not self.step and not self._warned:
-            self._warned = True
-            warnings.warn(
+        if self.config.unit == "step" and not self.step:
+            self._warn_once(
                 "the settings count steps (unit='step') and an epoch has ended without a step counted, so no update "
-                "will ever be due: call step_end(loader) after every optimizer step, or set unit='epoch'",
-                NoUpdateWarning,
-                stacklevel=2,
+                "will ever be due: call step_end(loader) after every optimizer step, or set unit='epoch'"
             )
         return self._change_if_due("epoch", self.epoch, batches)
 
@@ -196,16 +205,19 @@ class DyRep:
         if count == self.config.absorb_after:
             self._overdue = True
             if not self.updates and not structure(self.model)["blocks"]:
-                warnings.warn(
+                warn(
                     f"there are no branches to absorb after {count} {unit}s (absorb_after): nothing has grown so far, "
                     "and nothing will from now on. Let the first update come before, with start and interval, or "
                     "begin with branches, start_with",
                     NoUpdateWarning,
-                    stacklevel=3,
                 )
         if self._overdue:
             return self.absorb(batches)
-        return self.update(batches) if self.config.is_due(count) else []
+        if self.config.is_due(count):
+            return self.update(batches)
+        if unit == "epoch" and self.config.grows and not self.updates:
+            self._warn_of_what_will_be_missing(batches)
+        return []
 
     def update(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Expand and cut now, whatever the schedule says; past ``absorb_after`` nothing is scored that could grow.
@@ -247,13 +259,17 @@ class DyRep:
         change: Callable[[nn.Module, list[Any] | None], tuple[Update, dict[str, Any]]],
     ) -> list[Edit]:
         """Change the structure, let everything that belongs to the model follow, and log it."""
+        if self._closed:
+            raise DyRepError("this controller was closed, so it has seen no steps since: make another one")
         began = time.perf_counter()
         model = bare(self.model)
+        self._candidates.check_existing_blocks()  # a state dict with another structure may have been loaded meanwhile
         if ranks.distributed(self._distributed):  # what is folded must be the same everywhere
-            ranks.broadcast_(b for m in model.modules() if isinstance(m, BranchNorm) for b in m.buffers())
+            folded = (module for copy in (model, *self._followers.averages) for module in copy.modules())
+            ranks.broadcast_(b for module in folded if isinstance(module, BranchNorm) for b in module.buffers())
         with preserved_randomness(model, batches):
             data = None if batches is None else self._read(batches)
-            first = self._updater.costs(model, data) if self._updater.plain_macs is None else None
+            first = None if self.updates else self._updater.costs(model, data)
             made, grounds = change(model, data)
         if made.edits:
             try:
@@ -277,8 +293,9 @@ class DyRep:
             importances=made.importances,
             structure=structure(model),
             parameters=count_parameters(model),
-            macs=made.macs,
-            plain_macs=self._updater.plain_macs,
+            macs=None if made.costs is None else made.costs.macs,
+            plain_macs=None if made.costs is None else made.costs.plain_macs,
+            grown_out=self._updater.grown_out,
             batches=len(data or ()),
             seconds=round(time.perf_counter() - began, 3),
         )
@@ -289,7 +306,8 @@ class DyRep:
         return deploy(self.model)
 
     def close(self) -> None:
-        """Stop watching the optimizer."""
+        """Stop watching the optimizer, for good; the model keeps its structure and can be deployed."""
+        self._closed = True
         self.scorer.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -307,7 +325,6 @@ class DyRep:
             "counters": {"epoch": self.epoch, "step": self.step, "updates": self.updates},
             "rejected": dict(self._candidates.rejected),
             "clocks": clocks(model),
-            "plain_macs": self._updater.plain_macs,
             "grown_out": self._updater.grown_out,
             "next_event": self._log.next_seq,
         }
@@ -342,7 +359,6 @@ class DyRep:
         self._updater.grown_out = same and state.get("grown_out", False)
         self._watch()
         self.scorer.load_state_dict(state["scorer"])
-        self._updater.plain_macs = state["plain_macs"]
         self._warn_about_settings(state["config"])
         self._log.resume(state["next_event"], epoch=self.epoch, step=self.step, update=self.updates)
 
@@ -371,7 +387,42 @@ class DyRep:
         ]
         if changed:
             text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)
-            warnings.warn(text, SettingsChangedWarning, stacklevel=3)
+            warn(text, SettingsChangedWarning)
+
+    def _warn_about_beginning(self, plain: str) -> None:
+        if plain and not self.config.grows and self.config.absorb_after is None:
+            first = f"{self.config.start + self.config.interval} {self.config.unit}s"
+            self._warn_once(
+                f"nothing will ever grow: the network starts plain, as {plain}, and the first update would come after "
+                f"{first}, which is too late: give a smaller interval or start"
+            )
+        if ranks.distributed() and self._distributed is None and self._followers.syncs_nothing(self.model):
+            warn(
+                "several processes train this model and it is not in DistributedDataParallel, so new branches will "
+                "differ between them: give DyRep the wrapped model, or wrap=; distributed=True says that you "
+                "synchronise gradients yourself, distributed=False that each process trains a model of its own",
+                UnsynchronisedWarning,
+            )
+
+    def _warn_of_what_will_be_missing(self, batches: Iterable[Any] | None) -> None:
+        """Say at the end of an epoch what would only be refused when the first update is due."""
+        due = self.config.start + self.config.interval
+        if batches is None and (self.config.macs_limit is not None or self.config.per_mac):
+            asked = f"macs_limit={self.config.macs_limit}" if self.config.macs_limit is not None else "per_mac=True"
+            self._warn_once(
+                f"the update after epoch {due} will need batches to keep to {asked}, and epoch_end was called without: "
+                "pass the training loader, epoch_end(loader), at least then"
+            )
+        if not self.scorer.step:
+            self._warn_once(
+                "no step of the optimizer given to DyRep was seen in this epoch, so there is nothing to score by: is "
+                "it the one that steps? Branches are trained by this one alone"
+            )
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warn(message, NoUpdateWarning)
 
     def _seed(self, stream: int) -> int:
         """A seed of its own for every update and use, so that updates never disturb each other or the user."""

@@ -19,7 +19,6 @@ _PARTS: dict[str, tuple[str, ...] | None] = {
     "scorer": ("metrics", "names", "sums", "counts", "step"),
     "counters": ("epoch", "step", "updates"),
     "rejected": (),
-    "plain_macs": None,
     "next_event": None,
 }
 """Parts of a state, and what has to be in them where they are dicts."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
+_LIBRARIES = ("dyrep", "torch", "contextlib")
+
 
 class DyRepError(Exception):
     """Base class: ``except dyrep.DyRepError`` catches everything this package raises on purpose."""
@@ -71,21 +76,45 @@ class LostRankError(DyRepError, RuntimeError):
     """Another process of the job has gone."""
 
 
-class ScoreNoiseWarning(UserWarning):
+class DyRepWarning(UserWarning):
+    """Base class of every warning of this package."""
+
+
+class ScoreNoiseWarning(DyRepWarning):
     """A score too small against its own terms to rank anything."""
 
 
-class EditRolledBackWarning(UserWarning):
+class EditRolledBackWarning(DyRepWarning):
     """An edit that would have changed the network's function and was not made, or undone."""
 
 
-class UnmeasuredEditWarning(UserWarning):
+class UnmeasuredEditWarning(DyRepWarning):
     """Edits of a model whose output does not tell how far they move it."""
 
 
-class SettingsChangedWarning(UserWarning):
+class SettingsChangedWarning(DyRepWarning):
     """A run that goes on with other settings than it was saved with."""
 
 
-class NoUpdateWarning(UserWarning):
+class NoUpdateWarning(DyRepWarning):
     """Calls that never lead to an update, because the settings count something else."""
+
+
+class UnsynchronisedWarning(DyRepWarning):
+    """Several processes that train copies of a model which nothing keeps alike."""
+
+
+def warn(message: str, category: type[Warning] = DyRepWarning) -> None:
+    """Warn, and point to the line outside of the library that led here.
+
+    Example:
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("the score is noise", ScoreNoiseWarning)
+        >>> caught[0].category.__name__, str(caught[0].message)
+        ('ScoreNoiseWarning', 'the score is noise')
+    """
+    depth, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=depth)

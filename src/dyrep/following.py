@@ -31,6 +31,9 @@ class Followers:
         wrap: makes the model to train of the bare one; without it a wrapper is initialised again in place.
         execution: how blocks are run: a name, or a dict of arguments of `set_execution_` (default: as they are).
 
+    Attributes:
+        averages: the averages given.
+
     Raises:
         ConfigError: something given as an average is none.
         StructureError: an average is that of another model.
@@ -54,7 +57,7 @@ class Followers:
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         execution: str | Mapping[str, Any] | None = None,
     ) -> None:
-        self._averages = _averages(ema, model)
+        self.averages = _averages(ema, model)
         self._wrap = wrap
         self._execution = {"execution": execution} if isinstance(execution, str) else execution
         self._run_blocks(model)
@@ -77,11 +80,11 @@ class Followers:
         model = bare(trained)
         rescaled = rescaled or {}
         norms = [norm for norm, _ in rescaled.values()]
-        before = [_before_following(average, model, norms) for average in self._averages]
+        before = [_before_following(average, model, norms) for average in self.averages]
         executions = [(block, block.execution) for block in model.modules() if isinstance(block, RepConv)]
         try:
             self._run_blocks(model)
-            for average in self._averages:
+            for average in self.averages:
                 inner = inside(follow_(average, model), model)
                 for layer in begun:
                     inner.get_submodule(layer).load_state_dict(model.get_submodule(layer).state_dict())
@@ -99,6 +102,10 @@ class Followers:
                 block.execution = execution
             raise
         return trained
+
+    def syncs_nothing(self, trained: nn.Module) -> bool:
+        """Whether there is no wrapper that would keep the gradients of several processes alike."""
+        return self._wrap is None and find_ddp(trained) is None
 
     def _run_blocks(self, model: nn.Module) -> None:
         if self._execution is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dyrep.errors import EditRolledBackWarning, UnmeasuredEditWarning
+from dyrep.errors import EditRolledBackWarning, UnmeasuredEditWarning, warn
 from dyrep.surgery import ranks
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import drift, eval_outputs, train_outputs
@@ -56,11 +55,10 @@ class EditGuard:
         self._distributed = distributed
         self._before = self._outputs()
         if batch is not None and "drift" not in self._before:
-            warnings.warn(
+            warn(
                 "in eval mode the model's output holds no floating-point tensor (classes or masks perhaps), so edits "
                 "are made unmeasured: say with forward=lambda model, batch: ... how to get at what can be compared",
                 UnmeasuredEditWarning,
-                stacklevel=4,
             )
 
     @property
@@ -89,12 +87,11 @@ class EditGuard:
             return True
         snapshot.restore_()
         self.rejected += made
-        warnings.warn(
+        warn(
             f"{'; '.join(map(str, made))}: changed the network's output by {measured['drift']:.2g} (tolerance "
             f"{self._tolerance:g}) and was undone. Something outside the convolution reads its weight, the model's "
             "output is not deterministic, or it is computed in too low a precision to tell",
             EditRolledBackWarning,
-            stacklevel=5,
         )
         return False
 

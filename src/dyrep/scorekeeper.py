@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from dyrep import scoring
 from dyrep.block import RepConv
 from dyrep.branches.kinds import Branch
 from dyrep.config import DyRepConfig
-from dyrep.errors import ConfigError, DyRepError, ScoreNoiseWarning
+from dyrep.errors import ConfigError, DyRepError, ScoreNoiseWarning, warn
 from dyrep.surgery import ranks
 from dyrep.surgery.followers import reading_norms
 from dyrep.surgery.preserve import Forward, device_of
@@ -47,6 +46,7 @@ class ScoreKeeper(scoring.StepScorer):
         super().__init__(optimizer, _step_metrics(config.score), every=config.score_every)
         self._config, self._loss, self._forward, self._distributed = config, loss, forward, distributed
         self._watched: dict[str, list[Tensor]] = {}
+        self._told = False
 
     def watch(self, operations: Mapping[str, Iterable[Tensor]], norms: Mapping[str, nn.Module] | None = None) -> None:
         """Start over with these operations, and with the norms that may follow them, if the score needs to know."""
@@ -75,14 +75,13 @@ class ScoreKeeper(scoring.StepScorer):
             return {}, seen
         if seen.steps == 0 and metric != "grasp":
             if seen.skipped:
-                warnings.warn("every step since the last update had gradients that are not finite", stacklevel=4)
+                warn("every step since the last update had gradients that are not finite")
                 return {}, seen
             if self.step:  # but none of them had gradients of what is watched, which may have been frozen meanwhile
                 if any(p.requires_grad for parameters in self._watched.values() for p in parameters):
-                    warnings.warn(
+                    warn(
                         "no convolution that could grow had a gradient in any step since the last update, so nothing "
                         "grows: does the loss depend on them?",
-                        stacklevel=4,
                     )
                 return {}, seen
             raise DyRepError(
@@ -91,14 +90,14 @@ class ScoreKeeper(scoring.StepScorer):
             )
         if metric in scoring.STEP_METRICS:
             if metric == "synflow_summed":
-                _warn_about_noise(seen)
+                self._warn_about_noise(seen)
             return seen.means[metric], seen
         if metric == "grasp":
             return self._grasp(model, data or ()), seen
         flows = self._from_norms(model, data, seen)
         synflow = {**seen.means["synflow_summed"], **flows}
         if metric == "synflow":
-            _warn_about_noise(seen, but=flows)
+            self._warn_about_noise(seen, but=flows, batches=bool(data))
             return synflow, seen
         known = {**seen.means, "synflow": synflow, "grasp": self._grasp(model, data or ())}
         return scoring.vote({voter: known[voter] for voter in scoring.VOTERS}), seen
@@ -113,6 +112,28 @@ class ScoreKeeper(scoring.StepScorer):
             common = [name for name, lacks in zip(self._watched, lacking.tolist(), strict=True) if not lacks]
             found = {name: found[name] for name in common}
         return {name: seen.flows[norm] for name, norm in found.items()}
+
+    def _warn_about_noise(
+        self, seen: scoring.StepScores, but: Collection[str] = (), batches: bool | None = None
+    ) -> None:
+        """Warn, once, if most scores are sums over weights that are rounding; some have been found in another way."""
+        means = seen.means["synflow_summed"]
+        noise = scoring.noisy({name: mean for name, mean in means.items() if name not in but}, seen.means["snip"])
+        if len(noise) * 2 <= len(means) or self._told:
+            return
+        self._told = True
+        remedy = {
+            None: "score='synflow' takes it from that norm, if it is a batch norm that learns",
+            False: "with batches, epoch_end(loader), it is taken from that norm, if it is a batch norm that learns",
+            True: "it can be taken from a batch norm that learns, and these are none, or not the only ones to read",
+        }
+        warn(
+            f"{self._config.score} is below numerical noise for {len(noise)} of {len(means)} convolutions (its "
+            f"terms cancel to less than {scoring.NOISE_RATIO:g} of their size): a norm follows them, so the loss "
+            f"does not depend on the scale of their weights and the ranking is close to arbitrary. {remedy[batches]}; "
+            "score='invariant' and 'snip' are meaningful in any case",
+            ScoreNoiseWarning,
+        )
 
     def _grasp(self, model: nn.Module, data: Sequence[Any]) -> dict[str, float]:
         assert self._loss is not None
@@ -155,18 +176,3 @@ def _norms_after(
         if not folded:  # in a folded block σ is a constant, and the sum does not cancel
             found[name] = inner
     return found | (reading_norms(model, own, data[0], forward) if data and own else {})
-
-
-def _warn_about_noise(seen: scoring.StepScores, but: Collection[str] = ()) -> None:
-    """Warn if most scores are sums over weights that are rounding; some have been found in another way."""
-    means = seen.means["synflow_summed"]
-    noise = scoring.noisy({name: mean for name, mean in means.items() if name not in but}, seen.means["snip"])
-    if len(noise) * 2 > len(means):
-        warnings.warn(
-            f"synflow is below numerical noise for {len(noise)} of {len(means)} convolutions (its "
-            f"terms cancel to less than {scoring.NOISE_RATIO:g} of their size): a norm follows them, so the loss "
-            "does not depend on the scale of their weights and the ranking is close to arbitrary. score='synflow' with "
-            "batches takes it from that norm, if it learns; 'invariant' and 'snip' are meaningful in any case",
-            ScoreNoiseWarning,
-            stacklevel=5,
-        )

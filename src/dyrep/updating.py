@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -17,13 +16,12 @@ from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
-from dyrep.errors import ConfigError, EditRolledBackWarning, UnreachedLayerError
+from dyrep.errors import ConfigError, EditRolledBackWarning, UnreachedLayerError, warn
 from dyrep.guard import EditGuard
 from dyrep.surgery import ranks
 from dyrep.surgery.absorbing import absorb_, norms_behind
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
-from dyrep.surgery.folding import deploy
 from dyrep.surgery.preserve import Forward, device_of
 from dyrep.surgery.structure import importances, structure
 from dyrep.surgery.targets import Target, outermost
@@ -37,7 +35,7 @@ class Update:
         edits: the changes made, with the reason for each.
         undone: changes that moved the network's output too far.
         importances: of all branches that could be cut, layer by layer.
-        macs: multiply-adds of the network afterwards; None if there was no batch to count them on.
+        costs: of the network afterwards; None if there was no batch to count them on.
         guard: takes all of it back.
         rescaled: convolutions whose output channels were multiplied: by what, and the norm that makes up for it.
     """
@@ -45,7 +43,7 @@ class Update:
     edits: list[Edit]
     undone: list[Edit]
     importances: dict[str, Mapping[str, float]]
-    macs: int | None
+    costs: Costs | None
     guard: EditGuard
     rescaled: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
 
@@ -61,7 +59,6 @@ class Updater:
         distributed: whether ranks decide together.
 
     Attributes:
-        plain_macs: multiply-adds of the plain network, once they have been counted.
         grown_out: whether nothing that could grow fits into the limit any more, and nothing will be cut to make room.
     """
 
@@ -75,7 +72,6 @@ class Updater:
     ) -> None:
         self._config, self._optimizer, self._candidates = config, optimizer, candidates
         self._forward, self._distributed = forward, distributed
-        self.plain_macs: int | None = None
         self.grown_out = False
         self._stuck: set[str] = set()
 
@@ -160,28 +156,22 @@ class Updater:
             if guard.healthy:
                 strengths = {name: block.importances for name, block in change(guard).items()}
             else:
-                warnings.warn("the model's output is not finite, so its structure stays as it is", stacklevel=4)
+                warn("the model's output is not finite, so its structure stays as it is")
             after = self.costs(model, data)
         except BaseException:
             guard.undo_all()
             raise
         self.grown_out = self._is_grown_out(model, after)
         edits = [_explained(edit, scores, strengths) for edit in guard.done]
-        return Update(edits, guard.rejected, strengths, None if after is None else after.macs, guard)
+        return Update(edits, guard.rejected, strengths, after, guard)
 
     def costs(self, model: nn.Module, data: list[Any] | None) -> Costs | None:
         """What a model costs now, if there is a batch to count on.
 
-        The first time the plain network's cost is counted too; while the model is plain, there is nothing to fold for
-        that.
+        Ranks may have batches of other shapes: what is decided by costs goes by those of the first one.
         """
-        if not data:
-            return None
-        now = costs(model, data[0], forward=self._forward)
-        if self.plain_macs is None:
-            grown = bool(structure(model)["blocks"])
-            self.plain_macs = costs(deploy(model), data[0], forward=self._forward).macs if grown else now.macs
-        return now
+        now = costs(model, data[0], forward=self._forward) if data else None
+        return ranks.of_first(now, device_of(model)) if ranks.distributed(self._distributed) else now
 
     # -- decisions ----------------------------------------------------------------------------------------------
 
@@ -192,28 +182,30 @@ class Updater:
         needs_costs = config.per_mac or config.macs_limit is not None
         now = self.costs(model, data) if needs_costs else None
         if needs_costs and now is None:
+            asked = f"macs_limit={config.macs_limit}" if config.macs_limit is not None else "per_mac=True"
             raise ConfigError(
-                "per_mac and macs_limit have to run the model to count multiply-adds: pass batches, or macs_limit=None"
+                f"{asked} needs batches, as the model has to be run to count multiply-adds: pass the training loader, "
+                "epoch_end(loader), or set macs_limit=None and per_mac=False"
             )
-        spare = None if now is None else self._spare_macs(now)
+        spare = math.inf if now is None else self._spare_macs(now)
         chosen = policy.choose_growth(
             [self._candidate(model, target, scores, now) for target in self._candidates.targets()],
             top_k=top_k,
             per_mac=config.per_mac,
-            spare_macs=math.inf if spare is None else spare,
+            spare_macs=spare,
         )
         return self._agreed(model, chosen, "what to expand")
 
     def _is_grown_out(self, model: nn.Module, now: Costs | None) -> bool:
-        if self._config.cut != "none" or now is None or (spare := self._spare_macs(now)) is None:
+        if self._config.cut != "none" or now is None or (spare := self._spare_macs(now)) == math.inf:
             return False
         candidates = (self._candidate(model, target, {}, now) for target in self._candidates.targets())
         return all(candidate.added_macs > spare for candidate in candidates)
 
-    def _spare_macs(self, now: Costs) -> float | None:
-        """How many multiply-adds may be added, if there is a limit."""
+    def _spare_macs(self, now: Costs) -> float:
+        """How many multiply-adds may be added."""
         limit = self._config.macs_limit
-        return None if limit is None or self.plain_macs is None else limit * self.plain_macs - now.macs
+        return math.inf if limit is None else limit * now.plain_macs - now.macs
 
     def _candidate(
         self, model: nn.Module, target: Target, scores: Mapping[str, float], now: Costs | None
@@ -258,7 +250,7 @@ class Updater:
                     reason = "expanding it changed the network's output"
                 except UnreachedLayerError as error:
                     grown, reason = False, str(error)
-                    warnings.warn(reason, EditRolledBackWarning, stacklevel=5)
+                    warn(reason, EditRolledBackWarning)
                 if grown:
                     missing -= 1
                 else:

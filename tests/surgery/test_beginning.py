@@ -49,9 +49,22 @@ def test_what_stands_right_before_a_batch_norm_of_its_channels_is_known():
         *(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(8)),
         *(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8, track_running_stats=False)),
         *(nn.Conv2d(8, 8, 3), nn.LazyBatchNorm2d()),
+        *(nn.Conv2d(8, 8, 3), nn.InstanceNorm2d(8, track_running_stats=True)),
         nn.Conv2d(8, 8, 3),
     )
     assert normed(model) == {"0"}
+
+
+def test_the_order_of_modules_is_trusted_within_a_module_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = nn.Conv2d(8, 8, 3)  # registered first, run last
+            self.stem = nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+            self.convs = nn.ModuleList([nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)])
+            self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+
+    assert normed(Net()) == {"stem.1"}
 
 
 @pytest.mark.parametrize(("name", "count"), [("vgg16", 13), ("resnet18", 20), ("repvgg_a2", 22)])

@@ -79,7 +79,7 @@ def with_computed_bias() -> nn.Module:
         (lambda: prune.l1_unstructured(plain(), "weight", amount=0.5), "make it permanent first"),
         (with_computed_bias, "make it permanent first"),
         (lambda: prune.l1_unstructured(plain(), "bias", amount=2), "make it permanent first"),
-        (lambda: nn.LazyConv2d(4, 3), "LazyConv2d has no shape yet; run one forward pass first"),
+        (lambda: nn.LazyConv2d(4, 3), "LazyConv2d has no shape yet; run one forward pass in eval mode first"),
         (frozen, "its weight is frozen (requires_grad=False)"),
         (with_frozen_bias, "its bias is frozen (requires_grad=False)"),
         (lambda: plain(device="meta"), "its weight is on the meta device"),

@@ -12,7 +12,7 @@ from dyrep.engine.recipe import Recipe
 from dyrep.engine.rundir import Which
 from dyrep.engine.running import load_run
 from dyrep.engine.tasks import task_of
-from dyrep.errors import DyRepError
+from dyrep.errors import ConfigError, DyRepError
 from dyrep.surgery.folding import deploy, verify
 
 
@@ -30,6 +30,8 @@ def deploy_run(
         out: file to write; nothing is written if the two networks differ.
         which: the network after the last epoch, or the best one.
     """
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"--out {out}: this writes safetensors, so call it {out.with_suffix('.safetensors')}")
     model, state = load_run(run, which)
     plain = deploy(model)
     task = task_of(Recipe.from_dict(state["recipe"]))

@@ -11,13 +11,13 @@ from typing import Annotated, Any, get_type_hints
 import tyro
 
 from dyrep.cli.parsing import parse
-from dyrep.config import DyRepConfig
+from dyrep.config import PAPER, DyRepConfig
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.recipes import RECIPES, recipe
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.running import structure_of_run
 from dyrep.errors import ConfigError
-from dyrep.methods import RepNASConfig
+from dyrep.methods import RepNASConfig, takes_defaults
 
 DEFAULT_RECIPE = "digits"
 _PRINT = tyro.conf.arg(help="show what would be trained, as JSON, and stop")
@@ -34,12 +34,33 @@ def parse_training(words: list[str]) -> tuple[Recipe, RunSettings] | None:
         base = recipe(DEFAULT_RECIPE)
     about = f"Train a network, or continue a run that was stopped. Recipes: {', '.join(RECIPES)}."
     given = parse(_flags(base), words, f"dyrep train {base.name}", description=about)
+    if takes_defaults(given.recipe.method):
+        by_default = dataclasses.replace(base, dyrep=base.dyrep.with_defaults())
+        _refuse_lost(parse(_flags(by_default), words, base.name).evolution, given.recipe.method)
     chosen = _recipe(base, given)
     if given.print_config:
         folder = given.run.folder(chosen.name, chosen.method, chosen.seed)
         print(json.dumps({"recipe": chosen.to_dict(), "folder": str(folder)}, indent=2))
         return None
     return chosen, given.run
+
+
+def _refuse_lost(given: Any, method: str) -> None:
+    """Refuse the paper's own values, typed beside a method that has the library's defaults in their place.
+
+    Args:
+        given: settings from the command line; what was not typed has the library's defaults.
+        method: as it was typed.
+    """
+    ours = DyRepConfig()
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name in PAPER and value == PAPER[field.name] != getattr(ours, field.name):
+            raise ConfigError(
+                f"{field.name}={value!r} is the paper's setting, and --method {method} has the library's default "
+                f"{getattr(ours, field.name)!r} in its place: leave one of the two out, or give --method "
+                f"{method.replace('-default', '')} with a flag for every setting (docs/method.md lists them)"
+            )
 
 
 def _flags(base: Recipe) -> type:

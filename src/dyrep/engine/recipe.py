@@ -14,7 +14,7 @@ from dyrep.engine.data.masks import IGNORED
 from dyrep.engine.precision import Precision
 from dyrep.errors import ConfigError
 from dyrep.execution.settings import MEASURE_EVERY, MEASURED_IMAGES, ExecutionName, SigmaGradient
-from dyrep.methods import RepNASConfig, dyrep_settings, method
+from dyrep.methods import RepNASConfig, dyrep_settings, method, takes_defaults
 from dyrep.methods.conversion import COPIES, Replace
 from dyrep.models.backbones import Norms
 from dyrep.surgery.beginning import MAX_KERNEL
@@ -94,7 +94,7 @@ class Recipe:
         replace: whether blocks made before training take the place of the convolution, or of the batch norm after it
             too (default: as their authors published them).
         copies: KxK kernels in a block of mobileone.
-        max_kernel: larger kernels than this get no block before training (they may in dyrep).
+        max_kernel: larger kernels than this get no block before training (they may grow in dyrep).
         structure: blocks for the method fixed, as `dyrep.structure` describes them.
         execution: how blocks are run, see `dyrep.set_execution_`.
         sigma_images: on how many images of a batch folded blocks measure σ at least.
@@ -156,6 +156,8 @@ class Recipe:
     def __post_init__(self) -> None:
         require_types(self)
         chosen = method(self.method)
+        if takes_defaults(self.method):  # here, so that a recipe shows what it stands for
+            object.__setattr__(self, "dyrep", self.dyrep.with_defaults())
         for name in ("epochs", "batch_size", "eval_every", "copies", "sigma_images", "sigma_every", "boxes_per_image"):
             require(name, getattr(self, name), "at least 1", getattr(self, name) >= 1)
         for name in ("crop_padding", "cutout", "color_jitter", "warmup_epochs", "weight_decay", "val_split", "seed"):
@@ -215,6 +217,11 @@ class Recipe:
             if value and not evolves:
                 ours = f"{name}={value} is for method='dyrep'"
                 raise ConfigError(f"{ours}, and this one is {self.method!r}: leave it out")
+        if begins and self.max_kernel != MAX_KERNEL:
+            raise ConfigError(
+                f"max_kernel={self.max_kernel} is for the blocks of other methods, and start_with={begins} for kernels "
+                f"up to {MAX_KERNEL}x{MAX_KERNEL}: leave max_kernel out, and layers by name with exclude"
+            )
         if self.dyrep.absorb_after is not None:
             evolution = self.evolution()
             if evolution.start_with == () and not evolution.grows:

@@ -1,6 +1,6 @@
 """Other ways to re-parameterize a network, on the same blocks, for runs side by side."""
 
-from dyrep.methods.catalogue import METHODS, Method, dyrep_settings, method, names
+from dyrep.methods.catalogue import METHODS, Method, dyrep_settings, method, names, takes_defaults
 from dyrep.methods.conversion import convert_
 from dyrep.methods.repnas import RepNAS, RepNASConfig
 
@@ -13,4 +13,5 @@ __all__ = [
     "dyrep_settings",
     "method",
     "names",
+    "takes_defaults",
 ]

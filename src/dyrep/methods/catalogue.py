@@ -169,6 +169,17 @@ def method(name: str) -> Method:
     raise ConfigError(f"method={name!r} is unknown; valid are {names()}")
 
 
+def takes_defaults(name: str) -> bool:
+    """Whether a method is a variant of DyRep that has the library's defaults in place of the paper's settings.
+
+    Example:
+        >>> takes_defaults("dyrep4-default-40"), takes_defaults("dyrep4")
+        (True, False)
+    """
+    found = _DYREP.fullmatch(name)
+    return found is not None and found.group(2) is not None
+
+
 def dyrep_settings(name: str, config: DyRepConfig) -> DyRepConfig:
     """The settings of a variant of DyRep.
 
@@ -179,8 +190,8 @@ def dyrep_settings(name: str, config: DyRepConfig) -> DyRepConfig:
     found = _DYREP.fullmatch(name)
     if found is None:
         raise ConfigError(f"method={name!r} is not a variant of dyrep: dyrep-default, dyrep4, dyrep-nodep ...")
-    operations, by_default, without_cutting, last = found.groups()
-    if by_default:
+    operations, _, without_cutting, last = found.groups()
+    if takes_defaults(name):
         config = config.with_defaults()
     if operations == "4":
         config = replace(config, branches=DBB_BRANCHES)

@@ -82,16 +82,16 @@ def build(spec: str, *, num_classes: int, in_channels: int = 3, **options: Any) 
 
 
 def _from_torchvision(spec: str, name: str, num_classes: int, in_channels: int, options: dict[str, Any]) -> nn.Module:
-    if in_channels != 3:
-        raise ConfigError(
-            f"model {spec!r} is torchvision's and takes images of 3 channels, not in_channels={in_channels}; "
-            "use timm:NAME or a function of your own"
-        )
     models = needed("torchvision", f"model {spec!r}").models
     if name not in models.list_models():
         raise ConfigError(
             f"torchvision has no model {name!r} for {spec!r}{_suggest(name, models.list_models())}; "
             "torchvision.models.list_models() lists all"
+        )
+    if in_channels != 3:
+        raise ConfigError(
+            f"model {spec!r} is torchvision's and takes images of 3 channels, not in_channels={in_channels}; "
+            "use timm:NAME or a function of your own"
         )
     arguments = {"weights": None, "num_classes": num_classes, **options}
     builder = models.get_model_builder(name)

@@ -46,7 +46,8 @@ def _has_moved(norm: nn.Module) -> bool:
 def normed(model: nn.Module) -> set[str]:
     """Convolutions that stand right before a batch norm of their channels, as far as the order of modules tells.
 
-    A network's outputs have no norm behind them, and their kernels and biases often start at values with a meaning.
+    Both have to be parts of the same module, as the order of modules is not always that in which they run. A network's
+    outputs have no norm behind them, and their kernels and biases often start at values with a meaning.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
@@ -56,8 +57,9 @@ def normed(model: nn.Module) -> set[str]:
     holding = [(name, m) for name, m in model.named_modules() if m._parameters or m._buffers]
     return {
         name
-        for (name, conv), (_, norm) in itertools.pairwise(holding)
-        if isinstance(norm, nn.modules.batchnorm._NormBase)
+        for (name, conv), (next_name, norm) in itertools.pairwise(holding)
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        and next_name.rpartition(".")[0] == name.rpartition(".")[0]
         and norm.running_mean is not None
         and norm.num_features == getattr(conv, "out_channels", None)
     }

@@ -39,6 +39,7 @@ class Costs:
     Attributes:
         parameters: number of parameters that take part, branches included, see `count_parameters`.
         macs: multiply-adds of one forward pass per example (convolutions and matrix products, as papers count).
+        plain_macs: those of the plain network, with a convolution in place of every block.
         positions: positions of every convolution, summed over its calls.
         folding_macs: multiply-adds of one forward pass, whatever the batch, to compute the kernels of blocks that are
             folded at every step.
@@ -51,6 +52,7 @@ class Costs:
 
     parameters: int
     macs: int
+    plain_macs: int
     positions: dict[str, Positions]
     folding_macs: int = 0
 
@@ -69,6 +71,8 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     positions: dict[str, Positions] = {}
     examples: list[int] = []
     folded: list[RepConv] = []
+    counter = FlopCounterMode(display=False)
+    blocks = _Blocks(counter)
 
     def watch(name: str, conv: nn.Module) -> Any:
         geometry = ConvGeometry.of(conv)
@@ -86,8 +90,12 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
         return conv.register_forward_hook(hook, with_kwargs=True, prepend=True)
 
     handles = [watch(name, m) for name, m in model.named_modules() if isinstance(m, PLAIN_CONVS)]
+    for module in model.modules():
+        if isinstance(module, RepConv):
+            handles.append(module.register_forward_pre_hook(blocks.enter))
+            handles.append(module.register_forward_hook(blocks.leave, prepend=True))  # before others change the output
     try:
-        with preserved(model, training=False), FlopCounterMode(display=False) as counter:
+        with preserved(model, training=False), counter:
             run_batch(model, batch, forward)
     finally:
         for handle in handles:
@@ -97,10 +105,33 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
             block.folded()
     # hooks run inside out: of nested convolutions the inner ones come first, but all see the same batch
     count = max(examples[0], 1) if examples else 1
-    folding_macs = folding.get_total_flops() // 2
+    flops, folding_macs = counter.get_total_flops(), folding.get_total_flops() // 2
     return Costs(
-        count_parameters(model), (counter.get_total_flops() // 2 - folding_macs) // count, positions, folding_macs
+        count_parameters(model),
+        macs=(flops // 2 - folding_macs) // count,
+        plain_macs=(flops - blocks.flops + blocks.plain_flops) // 2 // count,
+        positions=positions,
+        folding_macs=folding_macs,
     )
+
+
+class _Blocks:
+    """What is spent inside blocks while a counter counts, and what convolutions in their place would spend."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self._counter, self._depth, self._began = counter, 0, 0
+        self.flops = self.plain_flops = 0
+
+    def enter(self, block: nn.Module, args: Any) -> None:
+        if self._depth == 0:  # blocks inside of blocks are part of these
+            self._began = self._counter.get_total_flops()
+        self._depth += 1
+
+    def leave(self, block: RepConv, args: Any, output: Tensor) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.flops += self._counter.get_total_flops() - self._began
+            self.plain_flops += 2 * output.numel() * block.in_channels // block.groups * block.geometry.taps
 
 
 def count_parameters(model: nn.Module) -> int:

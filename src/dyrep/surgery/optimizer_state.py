@@ -119,6 +119,14 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
             f"{len(optimizer.param_groups)} here; not in this optimizer: {missing[:5] or 'none'}; "
             f"not in the file: {extra[:5] or 'none'}. Build model and optimizer as in the saved run"
         )
+    for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
+        ours, theirs = set(group) - {"params", "param_names"}, set(stored["options"])
+        if ours - theirs and theirs - ours:  # later versions of the same optimizer have more options
+            raise OptimizerError(
+                f"the saved state is that of another kind of optimizer: it has {', '.join(sorted(theirs - ours)[:3])}, "
+                f"and {type(optimizer).__name__} has {', '.join(sorted(ours - theirs)[:3])}. Build the optimizer as in "
+                "the saved run"
+            )
     given = {
         name: group["param_names"][i]
         for group in optimizer.param_groups

@@ -51,6 +51,13 @@ def largest_(tensor: Tensor) -> None:
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
 
 
+def of_first(value: Any, device: torch.device) -> Any:
+    """The value that rank 0 has."""
+    held = [value]
+    dist.broadcast_object_list(held, src=0, device=device)
+    return held[0]
+
+
 def smallest(value: int, device: torch.device) -> int:
     """The smallest of the ranks' values."""
     tensor = torch.tensor(value, device=device)

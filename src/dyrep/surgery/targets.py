@@ -238,7 +238,7 @@ def _refusal(conv: nn.Module, holders: dict[int, list[nn.Module]], trained: bool
     if computed := why_computed(conv):
         return computed
     if isinstance(conv.weight, nn.parameter.UninitializedParameter):
-        return f"{kind} has no shape yet; run one forward pass first"
+        return f"{kind} has no shape yet; run one forward pass in eval mode first"
     if not isinstance(conv, RepConv) and type(conv) not in PLAIN_CONVS:
         return f"{kind} is a subclass of {_kind_of(conv)} and may compute something else, which folding would lose"
     if "forward" in conv.__dict__:
