@@ -84,3 +84,8 @@ def test_a_saved_structure_is_for_the_layers_that_the_optimizer_holds():
     own = found.own_structure({"format": 1, "blocks": saved})["blocks"]
     assert sorted(own) == ["0", "3", "unknown"]  # the last one is for those to refuse who read it
     assert own["3"]["branches"] == ["1xK"]
+
+
+def test_a_pattern_that_includes_nothing_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"'typo\.\*' matches no convolution of this model, whose are 0, 3, 5;"):
+        found(make_net(), include=("0", "typo.*"))

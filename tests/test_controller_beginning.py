@@ -112,7 +112,9 @@ def test_once_nothing_fits_into_the_limit_nothing_is_scored():
     dyrep.cut_(model, "5", optimizer=optimizer)  # by hand, which makes room
     assert controller.update(BATCHES) == []
     train_epoch(model, optimizer, BATCHES)
+    assert [event["grown_out"] for event in controller.events[2:]] == [True, True, False]
     assert [edit.layer for edit in controller.epoch_end(BATCHES)] == ["5"]
+    assert controller.events[-1]["grown_out"]
     assert not controller.scorer.read().means["snip"]
 
 
@@ -215,6 +217,14 @@ def test_what_is_refused_for_another_reason_has_begun_nothing(reason, tmp_path):
 
 
 def test_the_log_says_why_nothing_was_begun():
+    stepped = make_net()
+    optimizer = torch.optim.SGD(stepped.parameters(), lr=0.05, momentum=0.9)
+    train_epoch(stepped, optimizer, BATCHES)
+    for norm in (stepped[1], stepped[6]):
+        norm.reset_running_stats()
+    plain = DyRep(stepped, optimizer, DyRepConfig(interval=1))
+    assert plain.events[0]["started_plain"].startswith("the optimizer's state shows that")
+    assert branches(stepped) == {}
     trained, normless = make_net(), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
     trained(BATCHES[0][0])
     cases = [
@@ -301,11 +311,16 @@ def begin_on_rank(rank, init_file, out):
         torch.save({name: p.detach() for name, p in unwrapped.named_parameters()}, f"{out}/begun{rank}.pt")
         plain = make_net(seed=rank)  # DistributedDataParallel gives both the weights of rank 0
         model = DistributedDataParallel(plain)
-        _, optimizer, controller = begin(model, seed=rank)
+        average = torch.optim.swa_utils.AveragedModel(plain, use_buffers=True)
+        _, optimizer, controller = begin(model, seed=rank, ema=average)
         for size in (8, 9 - rank, 7 + rank):  # costs differ between ranks, as in detection
             train_epoch(model, optimizer, make_batches(seed=rank))
+            average.update_parameters(plain)
             controller.epoch_end(resized(make_batches(seed=rank), size))
-        torch.save({"weights": dict(plain.named_parameters()), "blocks": branches(model)}, f"{out}/rank{rank}.pt")
+        weights = dict(plain.named_parameters())
+        torch.save(
+            {"weights": weights, "blocks": branches(model), "average": average.state_dict()}, f"{out}/rank{rank}.pt"
+        )
 
 
 def test_ranks_begin_and_go_on_alike(tmp_path):
@@ -315,6 +330,9 @@ def test_ranks_begin_and_go_on_alike(tmp_path):
     assert first["blocks"] != USUAL
     for name, parameter in first["weights"].items():
         assert torch.equal(parameter, second["weights"][name]), name
+    for name, value in first["average"].items():  # edits fold what norms of branches have seen into it
+        if "branches" in name or "origin" in name or name.rpartition(".")[2] in ("weight", "bias"):
+            assert torch.equal(value, second["average"][name]), name
     begun, other = (torch.load(tmp_path / f"begun{rank}.pt", weights_only=True) for rank in range(2))
     assert any("branches" in name for name in begun)
     assert all(torch.equal(parameter, other[name]) for name, parameter in begun.items())

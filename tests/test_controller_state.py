@@ -94,6 +94,16 @@ def test_a_state_whose_optimizer_does_not_fit_changes_nothing():
     assert len(other[1].param_groups[0]["params"]) == len(list(other[0].parameters()))
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused():
+    state = start(**SETTINGS)[2].state_dict()
+    model, _, controller = start(optimizer="adamw", **SETTINGS)
+    message = "has dampening, momentum, nesterov, and AdamW has amsgrad, betas"
+    with pytest.raises(OptimizerError, match=message):
+        controller.load_state_dict(state)
+    assert controller.optimizer.param_groups[0]["lr"] == 1e-3
+    assert dyrep.structure(model)["blocks"] == {}
+
+
 DAMAGES = {
     "the DyRep state lacks 'config'": lambda state: [state.pop(key) for key in [*state][1:]],
     "the DyRep state lacks 'scorer'": lambda state: state.pop("scorer"),

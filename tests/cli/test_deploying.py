@@ -32,6 +32,13 @@ def test_the_file_loads_strictly_into_the_plain_network_and_computes_the_same(ki
     assert float((ours - theirs).abs().max() / ours.abs().max()) < 1e-5
 
 
+def test_a_name_that_tells_of_another_format_is_refused(evolved, tmp_path, failing):
+    status, message = failing("deploy", evolved, "-o", tmp_path / "plain.pt")
+    assert status == 2
+    assert "this writes safetensors, so call it" in message
+    assert not list(tmp_path.glob("plain*"))
+
+
 def test_the_last_network_is_the_one_that_was_written_when_training_ended(evolved, tmp_path):
     main(["deploy", str(evolved), "--out", str(tmp_path / "again.safetensors")])
     ours, theirs = load_file(tmp_path / "again.safetensors"), load_file(evolved / "plain.safetensors")

@@ -106,6 +106,12 @@ def test_flags_change_a_recipe_and_leave_the_rest():
     assert settings == RunSettings(workers=0)
 
 
+def test_by_default_is_shown_as_what_it_stands_for():
+    (chosen, _) = parse_training(["cifar10-vgg16", "--method", "dyrep-default", "--macs-limit", "2"])
+    assert chosen.dyrep == DyRepConfig(interval=15, macs_limit=2.0)
+    assert Recipe.from_dict(chosen.to_dict()) == chosen
+
+
 def test_without_a_recipe_the_digits_are_trained():
     recipe, settings = parse_training([])
     assert recipe == RECIPES["digits"]
@@ -143,6 +149,12 @@ def test_a_flag_that_is_not_there_is_answered_with_the_ones_it_resembles(failing
         (("--stop-after", "0"), ("stop_after=0: must be at least 1",)),
         (("--checkpoint-minutes", "-1"), ("checkpoint_minutes=-1.0: must be at least 0",)),
         (("--interval", "40"), ("no update would ever be due", "interval=40", "total=24")),
+        (
+            ("--method", "dyrep4-default", "--cut", "paper"),
+            ("cut='paper'", "'none' in its place", "--method dyrep4 with"),
+        ),
+        (("--method", "dyrep-default", "--macs-limit", "None"), ("macs_limit=None", "default 1.5")),
+        (("--model", "torchvision:resnet81"), ("torchvision has no model 'resnet81'", "did you mean")),
         (("--model", "resnet81"), ("'resnet81'", "did you mean", "resnet18", "timm:NAME", "package.module:function")),
         (("--device", "gpu"), ("--device 'gpu'", "cpu, cuda, cuda:0")),
         (("--device", "mps"), ("--device 'mps'", "only cpu and cuda")),

@@ -148,6 +148,10 @@ def test_a_file_of_weights_runs_no_code(tmp_path):
             "is for method='dyrep', and this one is 'dbb': leave it out",
         ),
         (
+            {"dyrep": DyRepConfig(start_with=("1x1",)), "max_kernel": 3},
+            r"max_kernel=3 is for the blocks of other methods, and start_with=\('1x1',\) for kernels up to 5x5",
+        ),
+        (
             {"dyrep": DyRepConfig.paper(absorb_after=2), "method": "dbb"},
             "absorb_after=2 is for method='dyrep', and this one",
         ),
@@ -165,4 +169,5 @@ def test_branches_from_the_start_that_make_no_sense_are_refused(changes, message
 def test_what_a_network_begins_with_was_a_setting_of_the_recipe_once():
     old = Recipe(dyrep=DyRepConfig.paper()).to_dict()
     del old["dyrep"]["start_with"]
+    assert Recipe.from_dict(old).dyrep.start_with == ()
     assert Recipe.from_dict({**old, "start_with": ["1x1"]}).dyrep.start_with == ("1x1",)

@@ -261,8 +261,10 @@ class Recipe:
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
         """Read what `to_dict` wrote; unknown settings are refused."""
         data = {key: value for key, value in data.items() if (key, value) not in _GONE}
-        moved = {"start_with": data.pop("start_with")} if "start_with" in data else {}  # of earlier versions
-        evolution = DyRepConfig.from_dict({**moved, **data.get("dyrep", {})})
+        given = data.get("dyrep", {})
+        # earlier versions had it here, and began with nothing before that
+        earlier = {"start_with": data.pop("start_with", ())} if given and "start_with" not in given else {}
+        evolution = DyRepConfig.from_dict({**earlier, **given})
         search = RepNASConfig.from_dict(data.get("repnas", {}))
         return read_settings(cls, {**data, "dyrep": evolution, "repnas": search})
 

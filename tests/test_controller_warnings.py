@@ -1,0 +1,116 @@
+"""What a controller says before it is too late: at the end of the first epoch, or when it is made."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import dyrep
+from dyrep import DyRep, DyRepConfig
+from dyrep.errors import (
+    ConfigError,
+    DyRepError,
+    NoUpdateWarning,
+    OptimizerError,
+    ScoreNoiseWarning,
+    UnsynchronisedWarning,
+)
+from training import make_batches, make_net, start, train_epoch
+
+BATCHES = make_batches()
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"), [({"macs_limit": 2.0}, "macs_limit=2.0"), ({"per_mac": True}, "per_mac=True")]
+)
+def test_a_loop_without_batches_hears_in_its_first_epoch_that_updates_will_need_some(settings, asked):
+    model, optimizer, controller = start(interval=3, **settings)
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.warns(NoUpdateWarning, match=f"^the update after epoch 3 will need batches to keep to {asked}") as told:
+        controller.epoch_end()
+    assert told[0].filename == __file__
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end()  # once is enough
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.raises(ConfigError, match=f"^{asked} needs batches"):
+        controller.epoch_end()
+
+
+def test_batches_are_not_asked_for_where_none_are_needed():
+    model, optimizer, controller = start(interval=2)
+    for _ in range(2):
+        train_epoch(model, optimizer, BATCHES)
+        edits = controller.epoch_end()
+    assert edits
+
+
+def test_an_optimizer_that_does_not_step_is_noticed_in_the_first_epoch():
+    model = make_net()
+    stepping, given = (torch.optim.SGD(model.parameters(), lr=0.05) for _ in range(2))
+    controller = DyRep(model, given, DyRepConfig(interval=5))
+    train_epoch(model, stepping, BATCHES)
+    with pytest.warns(NoUpdateWarning, match="no step of the optimizer given to DyRep was seen in this epoch"):
+        controller.epoch_end(BATCHES)
+
+
+def test_a_trained_network_with_no_update_to_come_is_told_so():
+    model = make_net()
+    model(BATCHES[0][0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with pytest.warns(NoUpdateWarning, match=r"as norm '1' shows .* would come after 5 epochs, which is too late"):
+        DyRep(model, optimizer, DyRepConfig(total=4))
+    fresh = make_net()
+    assert DyRep(fresh, torch.optim.SGD(fresh.parameters(), lr=0.05), DyRepConfig(total=4)).begun
+
+
+def test_noise_is_warned_about_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(1, 8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(1, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, calibration_batches=2))
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.warns(ScoreNoiseWarning, match=r"can be taken from a batch norm that learns, and these are none"):
+        controller.epoch_end(BATCHES)
+    train_epoch(model, optimizer, BATCHES)
+    controller.epoch_end(BATCHES)
+
+
+def test_a_closed_controller_changes_nothing_any_more():
+    model, optimizer, controller = start()
+    controller.close()
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.raises(DyRepError, match=r"^this controller was closed"):
+        controller.epoch_end(BATCHES)
+    assert dyrep.verify(model, controller.deploy(), BATCHES[0]).error < 1e-5
+
+
+def test_branches_that_were_loaded_behind_its_back_are_noticed():
+    evolved, optimizer, controller = start()
+    train_epoch(evolved, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES)
+    model, optimizer, controller = start()
+    dyrep.prepare_(model).load_state_dict(evolved.state_dict())
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.raises(OptimizerError, match="has branches that the optimizer does not train"):
+        controller.epoch_end(BATCHES)
+
+
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize(
+    "settings", [{}, {"distributed": True}, {"wrap": lambda m: m}], ids=["", "distributed", "wrap"]
+)
+def test_ranks_without_a_wrapper_are_told_that_nothing_keeps_them_alike(several, settings, monkeypatch):
+    monkeypatch.setattr("dyrep.surgery.ranks.distributed", lambda wanted=None: several and wanted is not False)
+    monkeypatch.setattr("dyrep.surgery.ranks.check_agreement", lambda *_: None)
+    monkeypatch.setattr("dyrep.surgery.ranks.broadcast_", lambda _: None)
+    model = make_net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DyRep(model, torch.optim.SGD(model.parameters(), lr=0.05), **settings)
+    assert [warning.category for warning in caught] == [UnsynchronisedWarning] * (several and not settings)
