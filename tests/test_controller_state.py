@@ -136,7 +136,8 @@ def test_a_damaged_state_says_where_and_changes_nothing(message):
 def test_a_state_that_an_average_cannot_follow_changes_nothing():
     saved = start(**SETTINGS)
     epochs(saved, 0, 3)
-    model, optimizer, _ = start(**SETTINGS)
+    model, optimizer, first = start(**SETTINGS)
+    first.close()
     average = copy.deepcopy(model)
     controller = dyrep.DyRep(model, optimizer, saved[2].config, ema=average)
     del average[3].stride, average[5].stride, average[0].stride

@@ -269,7 +269,8 @@ def assert_unchanged(before, model, optimizer, average):
 @pytest.mark.parametrize("grown", [False, True])
 @pytest.mark.parametrize("culprit", ["average", "wrap"])
 def test_an_error_while_a_change_spreads_undoes_the_update_and_what_followed_it(culprit, grown):
-    model, optimizer, _ = start()
+    model, optimizer, first = start()
+    first.close()
     average = torch.optim.swa_utils.AveragedModel(model)
     settings = DyRepConfig.paper(interval=1, score="snip", calibration_batches=2)
     failing = []

@@ -11,6 +11,7 @@ from torch import nn
 import dyrep
 from dyrep import DyRep, DyRepConfig
 from dyrep.errors import (
+    CalibrationError,
     ConfigError,
     DyRepError,
     NoUpdateWarning,
@@ -88,6 +89,28 @@ def test_a_closed_controller_changes_nothing_any_more():
     with pytest.raises(DyRepError, match=r"^this controller was closed"):
         controller.epoch_end(BATCHES)
     assert dyrep.verify(model, controller.deploy(), BATCHES[0]).error < 1e-5
+
+
+def test_a_second_controller_of_an_optimizer_is_refused_until_the_first_is_closed():
+    model, optimizer, controller = start()
+    with pytest.raises(ConfigError, match=r"^another controller watches this optimizer already.*call close\(\)"):
+        DyRep(model, optimizer)
+    assert dyrep.structure(model)["blocks"] == {}
+    controller.close()
+    second = DyRep(model, optimizer, DyRepConfig(interval=1))
+    train_epoch(model, optimizer, BATCHES)
+    assert second.epoch_end(BATCHES)
+
+
+@pytest.mark.parametrize("single", [BATCHES[0], BATCHES[0][0], {"x": BATCHES[0][0]}], ids=["tuple", "Tensor", "dict"])
+def test_one_batch_in_place_of_a_loader_is_refused_and_a_list_of_it_is_not(single):
+    model, optimizer, controller = start(interval=1)
+    train_epoch(model, optimizer, BATCHES)
+    with pytest.raises(
+        CalibrationError, match=r"are a single one \(a (tuple|Tensor|dict)\): give the loader, or a list"
+    ):
+        controller.epoch_end(single)
+    assert controller.update([BATCHES[0]])
 
 
 def test_branches_that_were_loaded_behind_its_back_are_noticed():

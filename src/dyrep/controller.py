@@ -34,7 +34,7 @@ from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
-from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness
+from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness, refuse_single
 from dyrep.surgery.structure import restructure_, structure, touched
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare
@@ -376,6 +376,7 @@ class DyRep:
 
     def _read(self, batches: Iterable[Any]) -> list[Any]:
         wanted = max(self.config.calibration_batches, self.config.grasp_batches)
+        refuse_single(batches)
         return list(islice(iterate(batches), wanted))
 
     def _warn_about_settings(self, saved: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ class ScoreKeeper(scoring.StepScorer):
         distributed: whether to average over ranks (default: if torch.distributed is initialised).
 
     Raises:
-        ConfigError: the metric needs a loss and there is none.
+        ConfigError: the metric needs a loss and there is none, or another controller watches the optimizer.
     """
 
     def __init__(
@@ -43,6 +43,12 @@ class ScoreKeeper(scoring.StepScorer):
     ) -> None:
         if config.score in ("grasp", "vote") and loss is None:
             raise ConfigError(f"score={config.score!r} differentiates the loss: pass loss=fn(model, batch)")
+        hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+        if any(isinstance(getattr(hook, "__self__", None), ScoreKeeper) for hook in hooks):
+            raise ConfigError(
+                "another controller watches this optimizer already, and both would change the model: call close() on "
+                "that one first, or give each an optimizer of its own"
+            )
         super().__init__(optimizer, _step_metrics(config.score), every=config.score_every)
         self._config, self._loss, self._forward, self._distributed = config, loss, forward, distributed
         self._watched: dict[str, list[Tensor]] = {}
