@@ -29,9 +29,10 @@ test: lint
 test-slow: .venv/.installed
 	$(BIN)/python -m pytest -m slow -n $(WORKERS)
 
-pictures: demo   # the figures in the README
+pictures: demo   # the figures in the README and in docs/results.md
 	cp runs/demo/report-figures/timeline-1.png docs/timeline.png
 	$(BIN)/dyrep draw runs/demo conv6 -o docs/block.png
+	$(BIN)/python benchmarks/gains.py --out docs/gains.png
 
 drift: .venv/.installed   # the table in docs/numerics.md
 	$(BIN)/python benchmarks/drift.py --out results/drift.json

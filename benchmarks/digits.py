@@ -31,6 +31,7 @@ RUNS = {
     "repnas": "--method repnas",
     "repnas, norms kept": "--method repnas --replace conv",
     "dyrep": "--method dyrep",
+    "dyrep-default": "--method dyrep-default",
     "dyrep4": "--method dyrep4",
     "dyrep-nodep": "--method dyrep-nodep",
     "dyrep-12": "--method dyrep-12",
