@@ -216,6 +216,13 @@ def test_what_is_refused_for_another_reason_has_begun_nothing(reason, tmp_path):
     assert branches(model) == {}
 
 
+def test_an_optimizer_that_has_state_before_its_first_step_does_not_make_a_network_look_trained():
+    model = make_net()
+    optimizer = torch.optim.Adagrad(model.parameters())
+    assert optimizer.state
+    assert DyRep(model, optimizer, DyRepConfig(interval=1)).begun
+
+
 def test_the_log_says_why_nothing_was_begun():
     stepped = make_net()
     optimizer = torch.optim.SGD(stepped.parameters(), lr=0.05, momentum=0.9)

@@ -122,8 +122,9 @@ class Candidates:
         norm = trained_norm(self._model)
         if norm is not None:
             return f"norm {norm!r} shows"
-        stepped = any(self._optimizer.state.get(p) for p in self._model.parameters())
-        return "the optimizer's state shows" if stepped else ""
+        kept = (self._optimizer.state.get(p) or {} for p in self._model.parameters())
+        # some optimizers have state before their first step, and count from 0
+        return "the optimizer's state shows" if any(state and state.get("step", 1) for state in kept) else ""
 
     def trains(self, layer: str) -> bool:
         """Whether the optimizer holds a layer, or the one that its block has grown from."""

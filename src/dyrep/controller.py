@@ -116,6 +116,7 @@ class DyRep:
         self._distributed = distributed
         self._candidates = Candidates(bare(model), optimizer, self.config)
         self._updater = Updater(self.config, optimizer, self._candidates, forward, distributed)
+        self._warn_if_nothing_synchronises()
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
         self.begun: list[Edit] = []
@@ -127,7 +128,7 @@ class DyRep:
             self.scorer.close()
             raise
         self._watch()
-        self._warn_about_beginning(plain)
+        self._warn_if_nothing_grows(plain)
         reason = {"started_plain": plain} if plain else {}
         self._log.write("started", config=self.config.to_dict(), ignored=self.ignored, **reason)
         if self.begun:
@@ -390,13 +391,15 @@ class DyRep:
             text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)
             warn(text, SettingsChangedWarning)
 
-    def _warn_about_beginning(self, plain: str) -> None:
+    def _warn_if_nothing_grows(self, plain: str) -> None:
         if plain and not self.config.grows and self.config.absorb_after is None:
             first = f"{self.config.start + self.config.interval} {self.config.unit}s"
             self._warn_once(
                 f"nothing will ever grow: the network starts plain, as {plain}, and the first update would come after "
                 f"{first}, which is too late: give a smaller interval or start"
             )
+
+    def _warn_if_nothing_synchronises(self) -> None:
         if ranks.distributed() and self._distributed is None and self._followers.syncs_nothing(self.model):
             warn(
                 "several processes train this model and it is not in DistributedDataParallel, so new branches will "
