@@ -39,6 +39,20 @@ def test_our_figures_stand_beside_the_papers():
     ]
 
 
+def test_on_a_terminal_the_head_of_two_columns_stands_over_both():
+    text = as_text(STUDY, SCALES["short"], OUTCOMES).splitlines()
+    assert text[3:7] == [
+        "             training time    accuracy, %",
+        "             paper  ours      paper         ours          state",
+        "VGG, origin  2.4 h  11.0 min  94.68 ± 0.08  94.50 ± 0.71  2 seeds",
+        "DyRep        –      –         95.22         –             not run: no data",
+    ]
+    short = Outcome(STUDY.rows[1], "counted", figures={"cost": [0.0]})
+    for line in as_text(STUDY, SCALES["short"], [short]).splitlines()[3:5]:  # a head wider than what is below it
+        assert line.index("paper" if "paper" in line else "training") == len("DyRep") + 2
+        assert line.index("state" if "state" in line else "accuracy") > len("DyRep  training time")
+
+
 def test_the_scale_and_the_note_are_told():
     for made in (as_text, as_markdown):
         text = made(STUDY, SCALES["short"], OUTCOMES)

@@ -47,11 +47,17 @@ def _state(outcome: Outcome) -> str:
 
 
 def as_text(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> str:
-    """For a terminal."""
-    table = lines(study, outcomes)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
-    head = [f"{study.source}: {study.title}", f"scale: {scale.name}, {scale.about}", ""]
+    """For a terminal: what a column is about stands over its two figures, which leaves more of the width to them."""
+    _, *rows = lines(study, outcomes)
+    under = ["", *("paper", "ours") * len(study.columns), "state"]
+    widths = [max(map(len, column)) for column in zip(under, *rows, strict=True)]
+    over = [" " * widths[0]]
+    for place, column in enumerate(study.columns):
+        paper, own = 1 + 2 * place, 2 + 2 * place
+        widths[own] = max(widths[own], len(COLUMNS[column]) - widths[paper] - 2)
+        over.append(COLUMNS[column].ljust(widths[paper] + 2 + widths[own]))
+    body = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (under, *rows)]
+    head = [f"{study.source}: {study.title}", f"scale: {scale.name}, {scale.about}", "", "  ".join(over).rstrip()]
     return "\n".join([*head, *body, *_notes(study)])
 
 
