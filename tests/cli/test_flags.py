@@ -66,6 +66,10 @@ def test_help_names_every_setting_with_its_description(cls, hidden, help_text):
         assert squeezed(descriptions[name]) in whole, name
 
 
+def test_help_has_no_marks_that_are_for_pages(help_text):
+    assert "``" not in help_text
+
+
 def test_help_names_the_recipes(help_text):
     assert all(name in re.sub(r"\s+", " ", help_text) for name in RECIPES)
 

@@ -92,7 +92,7 @@ def _without(cls: type, values: Any, hidden: tuple[str, ...]) -> type:
             default = dataclasses.field(default=getattr(values, field.name))
             fields.append((field.name, hints[field.name], default))
     made = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
-    made.__doc__ = cls.__doc__
+    made.__doc__ = (cls.__doc__ or "").replace("``", "")  # marks of code, for pages
     return made
 
 
