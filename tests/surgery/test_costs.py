@@ -198,3 +198,18 @@ def test_blocks_with_norms_have_nothing_to_fold_at_every_step(method):
     assert after.folding_macs == 0
     assert after.macs == predicted > after.plain_macs == before.macs
     assert dyrep.costs(dyrep.deploy(model), x) == before
+
+
+def test_a_parameter_that_is_expanded_into_an_input_can_be_counted():
+    """Class tokens are; without gradients, torch's own tracker of modules fails on such views."""
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Parameter(torch.zeros(1, 3, 6, 6))
+            self.conv = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x):
+            return self.conv(self.token.expand_as(x))
+
+    assert dyrep.costs(Tokens(), torch.randn(2, 3, 6, 6)).macs == 8 * 3 * 9 * 16

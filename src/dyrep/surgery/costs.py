@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +72,7 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     positions: dict[str, Positions] = {}
     examples: list[int] = []
     folded: list[RepConv] = []
-    counter = FlopCounterMode(display=False)
+    counter = _counter()
     blocks = _Blocks(counter)
 
     def watch(name: str, conv: nn.Module) -> Any:
@@ -100,7 +101,7 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
     finally:
         for handle in handles:
             handle.remove()
-    with FlopCounterMode(display=False) as folding:
+    with _counter() as folding:
         for block in folded:
             block.folded()
     # hooks run inside out: of nested convolutions the inner ones come first, but all see the same batch
@@ -113,6 +114,18 @@ def costs(model: nn.Module, batch: Any, *, forward: Forward | None = None) -> Co
         positions=positions,
         folding_macs=folding_macs,
     )
+
+
+class _NoModules(nullcontext[None]):
+    """In place of what tells a counter in which module it is, and fails where a view of a parameter is an input."""
+
+    parents = frozenset({"Global"})
+
+
+def _counter() -> FlopCounterMode:
+    counter: Any = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()
+    return counter
 
 
 class _Blocks:
