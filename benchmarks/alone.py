@@ -2,8 +2,9 @@
 
 ``python benchmarks/alone.py RUN [RUN ...] --data FOLDER``; ``arms.py table`` does so by itself. Every structure that
 a run has had is rebuilt and trained for some steps of the same kind, scored and captured as they were, on the same
-data; their time counts for all steps that the run spent on that structure. Updates of the structure are counted as they
-took in the run, which is too much if it shared the GPU. Evaluation, checkpoints and folding are left out.
+data; their time counts for all steps that the run spent on that structure. Between two structures an update is made
+with the same settings, and its time counts too, that of capturing steps anew included; it may choose another layer than
+the run did. What is done once, before the first step, is left out, and so are evaluation, checkpoints and folding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dyrep.controller import DyRep
 from dyrep.engine.data.loader import Raw
 from dyrep.engine.learner import Learner
 from dyrep.engine.recipe import Recipe, RunSettings
@@ -79,13 +81,37 @@ def minutes_alone(folder: Path, data: Path | None, device: str | None = None, st
         raise ValueError(f"{folder}: a search is no sequence of structures, so it cannot be timed like this")
     settings = RunSettings(data=data, device=device)
     learner = Learner(recipe, settings, World(pick_device(device)), print)
-    seconds = sum(row.get("update_seconds", 0.0) for row in run.rows)
+    seconds = 0.0
     events = read_events(run.path / EVENTS)
     for stage in stages_of(events, recipe.dyrep.unit, recipe.epochs, learner.data.train.steps):
         if stage.event is not None:
+            seconds += update_seconds(learner, stage.event)
             take_on_(learner, stage.event)
-        seconds += stage.steps * step_seconds(learner, steps)
+        capturing, step = step_seconds(learner, steps)
+        seconds += stage.steps * step
+        if stage.event is not None and (stage.event["edits"] or stage.event["rolled_back"]):
+            seconds += capturing
     return seconds / 60
+
+
+def update_seconds(learner: Learner, event: dict[str, Any]) -> float:
+    """Time of an update where a run had one; it leaves a structure of its own."""
+    controller = learner.controller
+    assert isinstance(controller, DyRep)
+    learner.train_mode_()
+    if controller.config.unit == "step":
+        controller.epoch, controller.step, due = event["epoch"], event["step"] - 1, controller.step_end
+    else:
+        controller.epoch, due = event["epoch"] - 1, controller.epoch_end
+    made = controller.updates
+    wait(learner.world.device)
+    began = time.perf_counter()
+    learner.evolve_(due, controller.epoch)
+    wait(learner.world.device)
+    seconds = time.perf_counter() - began
+    if controller.updates != made + 1:
+        raise RuntimeError(f"no update was made where the run had its update {event['update']}")
+    return seconds
 
 
 def take_on_(learner: Learner, event: dict[str, Any]) -> None:
@@ -94,28 +120,33 @@ def take_on_(learner: Learner, event: dict[str, Any]) -> None:
     controller = learner.controller
     assert controller is not None
     state = controller.state_dict()
-    # from some epoch on a run may score no more
+    # from some epoch on, or once nothing more fits, a run scores no more
+    then = {key: event[key] for key in ("grown_out", "rejected")}
     counters = {**state["counters"], "epoch": event["epoch"], "step": event["step"]}
-    controller.load_state_dict({**state, "counters": counters})
+    controller.load_state_dict({**state, "counters": counters, **then})
     learner.set_execution_()
     learner.train_on.recapture()
 
 
-def step_seconds(learner: Learner, steps: int) -> float:
-    """Time of a training step with the present structure, once all that is done only once has been done."""
+def step_seconds(learner: Learner, steps: int) -> tuple[float, float]:
+    """Time that the first steps with a structure take beyond what they take later on, and time of one of these."""
     learner.train_mode_()
     set_learning_rate_(learner.optimizer, 0.0)  # takes as long, and cannot diverge
     train_on, batches, device = learner.train_on, endless(learner), learner.world.device
     train_on.clock.step = SETTLING_STEPS  # as in the middle of training
     score_every, kinds = learner.recipe.dyrep.score_every, train_on.clock.every
-    for _ in range(WARMUP_STEPS + score_every * kinds + 1):  # each kind of step is captured
-        train_on(next(batches))
-    wait(device)
-    began = time.perf_counter()
-    for _ in range(steps):
-        train_on(next(batches))
-    wait(device)
-    return (time.perf_counter() - began) / steps
+
+    def spent(count: int) -> float:
+        wait(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            train_on(next(batches))
+        wait(device)
+        return time.perf_counter() - began
+
+    first = WARMUP_STEPS + score_every * kinds + 1  # each kind of step is captured
+    capturing, step = spent(first), spent(steps) / steps
+    return max(capturing - first * step, 0.0), step
 
 
 def endless(learner: Learner) -> Iterator[Raw]:

@@ -21,6 +21,8 @@ def runs(tmp_path_factory):
     """Finished runs of digits by name."""
     folder, flags = tmp_path_factory.mktemp("runs"), {}
     flags["grown"] = "--epochs 5 --interval 2 --score snip"
+    flags["grown out"] = "--epochs 4 --interval 1 --score snip --start-with 1x1 --macs-limit 1.2 --max-depth 1"
+    flags["grown out"] += " --cut none --regrow"
     flags["by steps"] = "--epochs 3 --unit step --interval 2 --stop 4 --score snip"
     flags["absorbed"] = "--epochs 3 --start-with 1x1 --absorb-after 1 --interval 2 --score snip --regrow"
     flags["fixed"] = "--epochs 2 --method dbb"
@@ -30,19 +32,25 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "steps", "branches", "scored"),
+    ("name", "steps", "branches", "scored", "edited"),
     [
-        ("grown", [4, 4, 2], [0, 6, 11], [True, True, True]),
-        ("by steps", [2, 2, 2], [0, 6, 11], [True, True, True]),
-        ("absorbed", [2, 4], [6, 0], [True, False]),
-        ("fixed", [4], [18], [False]),
+        ("grown", [4, 4, 2], [0, 6, 11], [True, True, True], 2),
+        ("grown out", [2, 2, 2, 2], [6, 10, 10, 10], [True, False, False, False], 1),
+        ("by steps", [2, 2, 2], [0, 6, 11], [True, True, True], 2),
+        ("absorbed", [2, 4], [6, 0], [True, False], 1),
+        ("fixed", [4], [18], [False], 0),
     ],
 )
-def test_every_structure_of_a_run_is_trained_and_counts_for_as_long_as_it_lasted(
-    runs, monkeypatch, name, steps, branches, scored
+def test_every_structure_and_update_of_a_run_counts_for_as_long_as_it_lasted(
+    runs, monkeypatch, name, steps, branches, scored, edited
 ):
-    """Steps that take a second times the number of branches, and ten more."""
+    """Steps that take a second times the number of branches, and ten more; a hundred for an update, and to capture."""
     found = []
+    real_update, real_steps = alone.update_seconds, alone.step_seconds
+
+    def update_seconds(learner, event):
+        assert real_update(learner, event) > 0
+        return 100.0
 
     def step_seconds(learner, count):
         blocks = dyrep.structure(learner.model)["blocks"].values()
@@ -50,15 +58,16 @@ def test_every_structure_of_a_run_is_trained_and_counts_for_as_long_as_it_lasted
         assert optimized == {id(p) for p in learner.model.parameters()}
         watching = learner.train_on.scorer is not None and bool(learner.train_on.scorer.state_dict()["names"])
         found.append((sum(len(block["branches"]) for block in blocks), watching))
-        return found[-1][0] + 10.0
+        assert min(real_steps(learner, 1)) >= 0  # which an update goes by
+        return 100.0, found[-1][0] + 10.0
 
+    monkeypatch.setattr(alone, "update_seconds", update_seconds)
     monkeypatch.setattr(alone, "step_seconds", step_seconds)
     before = {path: path.read_bytes() for path in (runs / name).iterdir()}
-    rows = alone.RunDirectory(runs / name).rows
     minutes = alone.minutes_alone(runs / name, None, "cpu")
     assert found == list(zip(branches, scored, strict=True))
     wanted = sum(count * (more + 10.0) for count, more in zip(steps, branches, strict=True))
-    assert 60 * minutes == pytest.approx(wanted + sum(row.get("update_seconds", 0) for row in rows))
+    assert 60 * minutes == pytest.approx(wanted + 100.0 * (len(steps) - 1) + 100.0 * edited)
     assert {path: path.read_bytes() for path in (runs / name).iterdir()} == before
 
 
@@ -69,6 +78,7 @@ def test_steps_are_those_of_the_run_and_leave_the_weights_alone(runs, monkeypatc
     def step_seconds(learner, count):
         weights = [parameter.clone() for parameter in learner.model.parameters()]
         seconds = real(learner, count)
+        assert seconds[1] > 0
         assert all(old.equal(new) for old, new in zip(weights, learner.model.parameters(), strict=True))
         taken.append(learner.train_on.read().steps)
         learners.append(learner)

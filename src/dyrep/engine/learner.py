@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dyrep.controller import DyRep
 from dyrep.engine.averages import WeightAverage
+from dyrep.engine.data.loader import Batch
 from dyrep.engine.evolving import convert_model_, make_controller, step_scorer
-from dyrep.engine.precision import make_precision
+from dyrep.engine.precision import computing_in, make_precision
 from dyrep.engine.randomness import seed_everything
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.resources import uses_channels_last
@@ -168,6 +170,28 @@ class Learner:
         set_execution_(
             self.model, recipe.execution, images=recipe.sigma_images, gradient=recipe.sigma_gradient, clock=clock
         )
+
+    def evolve_(self, call: Callable[[Iterable[Batch]], list[Edit]], epoch: int) -> list[Edit]:
+        """Let the controller change the structure if that is due, in the precision the model trains in.
+
+        Args:
+            call: the controller's ``epoch_end`` or ``step_end``.
+            epoch: whose batches are measured on.
+        """
+        before = self._stage()
+        with computing_in(self.precision, self.world.device):
+            edits = call(self.data.train.calibration(epoch))
+        if self._stage() != before:
+            self.set_execution_()
+            self.train_on.recapture()
+        return edits
+
+    def _stage(self) -> Any:
+        """Something that changes when captured steps are stale; not every update changes anything."""
+        controller = self.controller
+        if isinstance(controller, DyRep):
+            return controller.attempts, controller.scorer.beginnings
+        return None if controller is None else controller.updates
 
     @torch.no_grad()
     def measure(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dyrep.controller import DyRep
-from dyrep.engine.data.loader import Batch
 from dyrep.engine.divergence import all_finite, find_origin
 from dyrep.engine.learner import Learner
 from dyrep.engine.precision import computing_in
@@ -158,7 +156,7 @@ class Trainer:
             self._train_on(raw)
             self.step += 1
             if isinstance(self.controller, DyRep) and self.recipe.dyrep.unit == "step":
-                self._announce(self._evolve(self.controller.step_end))
+                self._announce(self._learner.evolve_(self.controller.step_end, self.epoch))
             self._look_now_and_then()
             if self.step < loader.steps and (self.world.size == 1 or self.step % AGREE_STEPS == 0):
                 due, stopped = self.world.any([self._saver.due, bool(self._stop)])
@@ -190,7 +188,7 @@ class Trainer:
         if self.world.device.type == "cuda":
             row["memory_gib"] = round(torch.cuda.max_memory_allocated(self.world.device) / 2**30, 3)
         row["importances"] = importances(self.model)
-        edits = [] if self.controller is None else self._evolve(self.controller.epoch_end)
+        edits = [] if self.controller is None else self._learner.evolve_(self.controller.epoch_end, self.epoch)
         row["update_seconds"] = round(time.perf_counter() - evaluated, 3)
         self.epoch, self.step = self.epoch + 1, 0
         self._train_on.reset()
@@ -227,24 +225,6 @@ class Trainer:
         return self.task.evaluate(chosen, loader, self.world, self._precision, self.data.classes)
 
     # -- structure ----------------------------------------------------------------------------------------------
-
-    def _evolve(self, call: Callable[[Iterable[Batch]], list[Edit]]) -> list[Edit]:
-        """Let the controller update the structure if that is due, in the precision the model trains in."""
-        assert self.controller is not None
-        before = self._stage()
-        with computing_in(self._precision, self.world.device):
-            edits = call(self.data.train.calibration(self.epoch))
-        if self._stage() != before:
-            self._learner.set_execution_()
-            self._train_on.recapture()
-        return edits
-
-    def _stage(self) -> Any:
-        """Something that changes when captured steps are stale; not every update changes anything."""
-        controller = self.controller
-        if isinstance(controller, DyRep):
-            return controller.attempts, controller.scorer.beginnings
-        return None if controller is None else controller.updates
 
     def _announce(self, edits: list[Edit]) -> None:
         """Tell of edits, and of what the structure costs after them."""
