@@ -109,10 +109,11 @@ def composed(point: Tensor, branch: PointwiseKernelBranch, second: Tensor, dtype
     groups = branch.geometry.groups
     if groups > 1 or branch.geometry.ndim != 2:
         return algebra.compose(point, second, groups).to(dtype)
-    # one product without copies where channels are innermost
+    # one product without copies where channels are innermost; left in four dimensions, torch would choose between one
+    # and many by whether there are gradients, and round differently when a checkpointed step is run again
     rows = second.permute(0, 2, 3, 1)
-    mixed = rows.to(dtype) @ point.flatten(1).to(dtype)
-    return mixed.permute(0, 3, 1, 2)
+    mixed = rows.flatten(0, 2).to(dtype) @ point.flatten(1).to(dtype)
+    return mixed.unflatten(0, rows.shape[:3]).permute(0, 3, 1, 2)
 
 
 def scales_and_shift(
