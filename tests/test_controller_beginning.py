@@ -206,14 +206,26 @@ def test_a_refused_start_leaves_log_and_optimizer_alone(tmp_path):
     assert (tmp_path / "events.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("reason", ["score", "log"])
-def test_what_is_refused_for_another_reason_has_begun_nothing(reason, tmp_path):
+@pytest.mark.parametrize("reason", ["score", "no folder", "no file", "a file that fails later"])
+def test_what_is_refused_for_another_reason_has_begun_nothing(reason, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    refused = {"score": {"score": "grasp"}, "log": {"log": tmp_path / "file" / "events.jsonl"}}[reason]
+    logs = {"no folder": tmp_path / "file" / "events.jsonl", "no file": tmp_path}
+    refused = {"score": "grasp"} if reason == "score" else {"log": logs.get(reason)}
     model = make_net()
-    with pytest.raises((ConfigError, OSError)):
-        begin(model, **refused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def write(log, kind, **data):
+        if kind == "converted":
+            raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        if reason == "a file that fails later":
+            patch.setattr(dyrep.events.EventLog, "write", write)
+        with pytest.raises((dyrep.DyRepError, OSError)):
+            DyRep(model, optimizer, DyRepConfig(score=refused.pop("score", "snip")), **refused)
     assert branches(model) == {}
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    assert DyRep(model, optimizer).begun  # nothing is in the way of another try
 
 
 def test_an_optimizer_that_has_state_before_its_first_step_does_not_make_a_network_look_trained():
@@ -230,7 +242,7 @@ def test_the_log_says_why_nothing_was_begun():
     for norm in (stepped[1], stepped[6]):
         norm.reset_running_stats()
     plain = DyRep(stepped, optimizer, DyRepConfig(interval=1))
-    assert plain.events[0]["started_plain"].startswith("the optimizer's state shows that")
+    assert plain.events[0]["not_begun"].startswith("the optimizer's state shows that")
     assert branches(stepped) == {}
     trained, normless = make_net(), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
     trained(BATCHES[0][0])
@@ -241,14 +253,14 @@ def test_the_log_says_why_nothing_was_begun():
     ]
     for model, settings, reason in cases:
         _, _, controller = begin(model, **settings)
-        assert reason in controller.events[0]["started_plain"]
+        assert reason in controller.events[0]["not_begun"]
         assert controller.begun == []
     grown, _, _ = begin()
     _, _, second = begin(grown)
-    assert second.events[0]["started_plain"] == "layer '0' has branches already"
+    assert second.events[0]["not_begun"] == "layer '0' has branches already"
     for settings in ({}, {"start_with": ()}):
         _, _, controller = begin(**settings)
-        assert "started_plain" not in controller.events[0]
+        assert "not_begun" not in controller.events[0]
 
 
 def test_an_average_begins_with_the_same():
@@ -258,6 +270,33 @@ def test_an_average_begins_with_the_same():
     ours, theirs = model.state_dict(), average.module.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+@pytest.mark.parametrize(("first", "then"), [((), None), (None, ())], ids=["plain, then new", "new, then plain"])
+def test_an_average_is_continued_with_its_model_whatever_either_began_with(first, then):
+    """A norm beside the kernel is there or not from the beginning, and goes or comes with the whole block."""
+    model, average = make_net(), torch.optim.swa_utils.AveragedModel(make_net())
+    _, optimizer, controller = begin(model, ema=average, start_with=first, macs_limit=None)
+    for _ in range(3):
+        train_epoch(model, optimizer, BATCHES)
+        average.update_parameters(model)
+        controller.epoch_end(BATCHES)
+    assert set(branches(model)) == {"0", "3", "5"}
+    state, weights, averages = controller.state_dict(), model.state_dict(), average.state_dict()
+
+    again, theirs = make_net(), torch.optim.swa_utils.AveragedModel(make_net())
+    _, stepping, later = begin(again, ema=theirs, start_with=then, macs_limit=None)
+    assert len(later.begun) == (2 if first == () else 0)
+    later.load_state_dict(state)
+    again.load_state_dict(weights)
+    theirs.load_state_dict(averages)
+    assert later.begun == []
+    train_epoch(again, stepping, BATCHES)
+    theirs.update_parameters(again)
+    train_epoch(model, optimizer, BATCHES)
+    average.update_parameters(model)
+    ours = average.state_dict()
+    assert all(torch.equal(value, ours[key]) for key, value in theirs.state_dict().items())
 
 
 def test_the_same_seed_begins_with_the_same_weights_whatever_was_drawn_before():
@@ -293,18 +332,18 @@ def test_a_run_that_started_plain_stays_so_when_it_is_continued():
     assert branches(again) == branches(model) == {}
 
 
-@pytest.mark.parametrize("place", ["begin_", "Followers.follow_"])
+@pytest.mark.parametrize("place", ["updating.begin_", "controller.Followers.follow_"])
 def test_after_an_error_everything_is_as_it_was(place, monkeypatch):
-    begin_ = dyrep.controller.begin_
+    begin_ = dyrep.updating.begin_
 
     def fail(*arguments, **_):
-        if place == "begin_":
+        if place == "updating.begin_":
             begin_(*arguments)
         raise RuntimeError("no")
 
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    monkeypatch.setattr(f"dyrep.controller.{place}", fail)
+    monkeypatch.setattr(f"dyrep.{place}", fail)
     with pytest.raises(RuntimeError, match="no"):
         DyRep(model, optimizer)
     assert type(model[5]) is nn.Conv2d
@@ -345,12 +384,31 @@ def test_ranks_begin_and_go_on_alike(tmp_path):
     assert all(torch.equal(parameter, other[name]) for name, parameter in begun.items())
 
 
+def begin_with_an_average_on_one_rank(rank, init_file, keeper):
+    with member(rank, init_file):
+        plain = make_net(seed=rank)
+        model = DistributedDataParallel(plain)
+        averages = [torch.optim.swa_utils.AveragedModel(plain)] if rank == keeper else []
+        _, optimizer, controller = begin(model, ema=averages, macs_limit=None)
+        for _ in range(2):
+            train_epoch(model, optimizer, make_batches(seed=rank))
+            for average in averages:
+                average.update_parameters(plain)
+            assert controller.epoch_end(make_batches(seed=rank))
+        assert all(dyrep.structure(average.module) == dyrep.structure(plain) for average in averages)
+
+
+@pytest.mark.parametrize("keeper", [0, 1])
+def test_one_rank_may_keep_an_average_alone(keeper, tmp_path):
+    mp.spawn(begin_with_an_average_on_one_rank, args=(tmp_path / "init", keeper), nprocs=2)
+
+
 def begin_after_training_on_one_rank(rank, init_file):
     with member(rank, init_file):
         model = make_net()
         if rank:
             model(BATCHES[0][0])
-        with pytest.raises(DesyncError, match="the ranks disagree on what to begin with"):
+        with pytest.raises(DesyncError, match=r"the ranks disagree on what to begin with[ ;]"):
             begin(model, start_with=("1x1",), distributed=True)
         assert branches(model) == {}
         model(BATCHES[0][0])

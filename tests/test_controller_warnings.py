@@ -63,8 +63,17 @@ def test_a_trained_network_with_no_update_to_come_is_told_so():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with pytest.warns(NoUpdateWarning, match=r"as norm '1' shows .* would come after 5 epochs, which is too late"):
         DyRep(model, optimizer, DyRepConfig(total=4))
-    fresh = make_net()
-    assert DyRep(fresh, torch.optim.SGD(fresh.parameters(), lr=0.05), DyRepConfig(total=4)).begun
+
+
+@pytest.mark.parametrize("absorbed", [None, 3])
+def test_a_network_that_keeps_what_it_begins_with_is_told_so(absorbed):
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert DyRep(model, optimizer, DyRepConfig(total=4, absorb_after=absorbed)).begun
+    told = [str(warning.message) for warning in caught]
+    assert [("keeps the branches that it begins with" in words) for words in told] == ([] if absorbed else [True])
 
 
 def test_noise_is_warned_about_once():

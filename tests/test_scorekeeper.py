@@ -234,3 +234,14 @@ def test_scores_survive_saving_and_loading():
     other.load_state_dict(copy.deepcopy(controller.state_dict()))
     assert other.scorer.read() == controller.scorer.read()
     assert other.scorer.read().steps == 3
+
+
+@pytest.mark.parametrize("score", ["snip", "synflow", "random"])
+def test_where_nothing_can_grow_ranks_exchange_nothing(score, monkeypatch):
+    """Sums of nothing are nowhere: on a GPU ranks could not send them."""
+    model = make_chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score=score, branches=("1x1", "residual")))
+    train_epoch(model, optimizer, BATCHES)
+    monkeypatch.setattr("dyrep.surgery.ranks.distributed", lambda wanted=None: True)
+    assert controller.scorer.scores(model, BATCHES, seed=0)[0] == {}

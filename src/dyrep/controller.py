@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.candidates import Candidates
@@ -29,7 +29,6 @@ from dyrep.norm import BranchNorm
 from dyrep.scorekeeper import ScoreKeeper
 from dyrep.scoring import Loss
 from dyrep.surgery import ranks
-from dyrep.surgery.beginning import begin_
 from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
@@ -69,7 +68,7 @@ class DyRep:
 
     Attributes:
         model: the model to train; the same object as given unless ``wrap`` is used.
-        begun: branches that the network was given to begin with.
+        begun: branches that the network was given to begin with; none of these once a state has been loaded.
         events: what has happened so far.
         ignored: convolutions that cannot be expanded as things are, and why.
         scorer: what sums scores at every step of the optimizer.
@@ -120,20 +119,17 @@ class DyRep:
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
         self.begun: list[Edit] = []
-        plain = ""
-        try:  # last, as nothing may be refused any more once the model has changed
-            if begins:
-                self.begun, plain = self._begin()
+        try:  # a controller that could not be made leaves nothing behind
+            plan, reason = self._updater.beginning(bare(model)) if begins else ({}, "")
+            self._warn_if_nothing_grows(reason, begins=bool(plan))
+            why = {"not_begun": reason} if reason else {}
+            self._log.write("started", config=self.config.to_dict(), ignored=self.ignored, **why)
+            if plan:
+                self.begun = self._begin(plan)
+            self._watch()
         except BaseException:
             self.scorer.close()
             raise
-        self._watch()
-        self._warn_if_nothing_grows(plain)
-        reason = {"started_plain": plain} if plain else {}
-        self._log.write("started", config=self.config.to_dict(), ignored=self.ignored, **reason)
-        if self.begun:
-            begun = [edit.as_dict() for edit in self.begun]
-            self._log.write("converted", method="dyrep", edits=begun, structure=structure(bare(model)))
 
     @property
     def ignored(self) -> dict[str, str]:
@@ -145,34 +141,19 @@ class DyRep:
         """What has happened so far, as logged."""
         return self._log.events
 
-    def _begin(self) -> tuple[list[Edit], str]:
-        """Give a network that has learnt nothing yet the branches that it shall begin with; or why it has none."""
+    def _begin(self, plan: Mapping[str, Sequence[str]]) -> list[Edit]:
+        """Give a network that has learnt nothing yet the branches that it shall begin with, and let all follow."""
         model = bare(self.model)
-        together = ranks.distributed(self._distributed)
-        plan: dict[str, tuple[str, ...]] = {}
-        reason, refused = "", None
-        try:
-            plan, reason = self._candidates.beginning()
-        except DyRepError as error:
-            refused = error
-        if together:  # a rank that gave up on its own would leave the others waiting for it
-            ranks.check_agreement([plan, str(refused or "")], "what to begin with", device_of(model))
-        if refused is not None:
-            raise refused
-        if not plan:
-            return [], reason
         before = Snapshot([model.get_submodule(name) for name in plan], self.optimizer)
-        # no update has this seed
-        generator = torch.Generator().manual_seed((self.config.seed * 1_000_003 - 1) * 2)
         try:
-            edits = begin_(model, plan, self.optimizer, generator)
-            if together:
-                ranks.broadcast_(p for name in plan for p in model.get_submodule(name).parameters())
+            edits = self._updater.begin(model, plan)
+            made = [edit.as_dict() for edit in edits]
+            self._log.write("converted", method="dyrep", edits=made, structure=structure(model))
             self.model = self._followers.follow_(self.model, begun=plan)
         except BaseException:
             before.restore_()
             raise
-        return edits, ""
+        return edits
 
     def epoch_end(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Call after every epoch; updates the structure if that is due.
@@ -266,8 +247,10 @@ class DyRep:
         model = bare(self.model)
         self._candidates.check_existing_blocks()  # a state dict with another structure may have been loaded meanwhile
         if ranks.distributed(self._distributed):  # what is folded must be the same everywhere
-            folded = (module for copy in (model, *self._followers.averages) for module in copy.modules())
-            ranks.broadcast_(b for module in folded if isinstance(module, BranchNorm) for b in module.buffers())
+            ranks.broadcast_(_statistics(model))
+            kept = [tensor for average in self._followers.averages for tensor in _statistics(average)]
+            if ranks.agree(len(kept), device_of(model)):  # an average may be kept by one of the ranks alone
+                ranks.broadcast_(kept, device_of(model))
         with preserved_randomness(model, batches):
             data = None if batches is None else self._read(batches)
             first = None if self.updates else self._updater.costs(model, data)
@@ -352,6 +335,7 @@ class DyRep:
             for group, earlier in zip(self.optimizer.param_groups, options, strict=True):
                 group.update(earlier)
             raise
+        self.begun = []
         set_clocks_(model, state.get("clocks", {}))
         self._candidates.rejected = dict(state["rejected"])
         counters = state["counters"]
@@ -391,13 +375,15 @@ class DyRep:
             text = "the run goes on with other settings than it was saved with: " + ", ".join(changed)
             warn(text, SettingsChangedWarning)
 
-    def _warn_if_nothing_grows(self, plain: str) -> None:
-        if plain and not self.config.grows and self.config.absorb_after is None:
-            first = f"{self.config.start + self.config.interval} {self.config.unit}s"
-            self._warn_once(
-                f"nothing will ever grow: the network starts plain, as {plain}, and the first update would come after "
-                f"{first}, which is too late: give a smaller interval or start"
-            )
+    def _warn_if_nothing_grows(self, reason: str, begins: bool) -> None:
+        if self.config.grows or self.config.absorb_after is not None or not (reason or begins):
+            return
+        has = "keeps the branches that it begins with" if begins else f"stays as it is, as {reason}"
+        first = f"{self.config.start + self.config.interval} {self.config.unit}s"
+        self._warn_once(
+            f"nothing will ever grow: the network {has}, and the first update would come after {first}, which is too "
+            "late: give a smaller interval or start"
+        )
 
     def _warn_if_nothing_synchronises(self) -> None:
         if ranks.distributed() and self._distributed is None and self._followers.syncs_nothing(self.model):
@@ -444,6 +430,11 @@ def _checked_config(config: Any) -> DyRepConfig:
     if not isinstance(config, DyRepConfig):
         raise ConfigError(f"config is a {type(config).__name__}: pass a DyRepConfig")
     return config
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """The running statistics of all branches, which branches are folded by."""
+    return [b for module in model.modules() if isinstance(module, BranchNorm) for b in module.buffers()]
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,12 +73,12 @@ class ScoreKeeper(scoring.StepScorer):
         Raises:
             DyRepError: the metric is taken from optimizer steps and there were none.
         """
+        if not self._watched:  # nor is there anything for ranks to exchange
+            return {}, scoring.StepScores({}, steps=0, skipped=0)
         seen = self.read(self._distributed)
         metric = self._config.score
         if metric == "random":
             return scoring.random_scores(self._watched, torch.Generator().manual_seed(seed)), seen
-        if not self._watched:
-            return {}, seen
         if seen.steps == 0 and metric != "grasp":
             if seen.skipped:
                 warn("every step since the last update had gradients that are not finite")

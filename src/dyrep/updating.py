@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -16,10 +16,11 @@ from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
-from dyrep.errors import ConfigError, EditRolledBackWarning, UnreachedLayerError, warn
+from dyrep.errors import ConfigError, DyRepError, EditRolledBackWarning, UnreachedLayerError, warn
 from dyrep.guard import EditGuard
 from dyrep.surgery import ranks
 from dyrep.surgery.absorbing import absorb_, norms_behind
+from dyrep.surgery.beginning import begin_
 from dyrep.surgery.costs import Costs, Positions, added_macs, costs
 from dyrep.surgery.edits import Edit, cut_, expand_
 from dyrep.surgery.preserve import Forward, device_of
@@ -74,6 +75,34 @@ class Updater:
         self._forward, self._distributed = forward, distributed
         self.grown_out = False
         self._stuck: set[str] = set()
+
+    def beginning(self, model: nn.Module) -> tuple[dict[str, tuple[str, ...]], str]:
+        """The branches that a bare model is to begin with, by layer; if there are none, why, unless settings say so.
+
+        Raises:
+            DyRepError: what is asked for does not serve, or ranks disagree. Ranks raise together.
+        """
+        plan: dict[str, tuple[str, ...]] = {}
+        reason, refused = "", None
+        try:
+            plan, reason = self._candidates.beginning()
+        except DyRepError as error:
+            refused = error
+        if ranks.distributed(self._distributed):  # a rank that gave up on its own would leave the others waiting for it
+            about = "what to begin with" + (f" ({reason}, here)" if reason else "")
+            ranks.check_agreement([plan, str(refused or "")], about, device_of(model))
+        if refused is not None:
+            raise refused
+        return plan, reason
+
+    def begin(self, model: nn.Module, plan: Mapping[str, Sequence[str]]) -> list[Edit]:
+        """Give a bare model its first branches; after an error it is for the caller to put back."""
+        # no update has this seed
+        generator = torch.Generator().manual_seed((self._config.seed * 1_000_003 - 1) * 2)
+        edits = begin_(model, plan, self._optimizer, generator)
+        if ranks.distributed(self._distributed):
+            ranks.broadcast_(p for name in plan for p in model.get_submodule(name).parameters())
+        return edits
 
     def update(self, model: nn.Module, scores: Mapping[str, float], data: list[Any] | None, seed: int) -> Update:
         """Expand the best operations of a bare model and absorb its weak branches.

@@ -136,6 +136,22 @@ def test_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
     assert_same_picture(picture(plain, target), before)
 
 
+@pytest.mark.parametrize("scheduled", ["saved", "present"])
+def test_options_that_schedulers_add_do_not_make_another_kind_of_optimizer(scheduled):
+    """Nor do options that an older version of it did not have yet."""
+    model = conv_bn_net()
+    optimizers = {name: torch.optim.Adam(model.parameters()) for name in ("saved", "present")}
+    torch.optim.lr_scheduler.OneCycleLR(optimizers[scheduled], 0.1, total_steps=10)
+    saved = state_by_name(optimizers["saved"], model)
+    del saved["groups"][0]["options"]["amsgrad"]
+    load_state_by_name_(optimizers["present"], model, saved)
+    assert optimizers["present"].param_groups[0]["amsgrad"] is False
+    with pytest.raises(OptimizerError, match=r"another kind of optimizer: it has amsgrad, betas, .* and SGD has damp"):
+        load_state_by_name_(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, state_by_name(optimizers["present"], model)
+        )
+
+
 def test_parameters_outside_the_model_survive_edits_and_the_round_trip():
     model, margin, x = conv_bn_net(), nn.Parameter(torch.tensor([2.0])), images(1)[0]
     optimizer = torch.optim.SGD([*model.parameters(), margin], lr=0.1, momentum=0.9)

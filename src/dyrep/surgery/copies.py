@@ -50,9 +50,12 @@ def follow_(copy_of_model: nn.Module, model: nn.Module) -> nn.Module:
     for name in sorted(structure(inner)["blocks"], key=len, reverse=True):
         ours = inner.get_submodule(name)
         assert isinstance(ours, RepConv)
-        surplus = [branch for branch in ours.branches if branch not in branch_names(find(source, name))]
-        if surplus or name not in wanted:  # a block may be a norm alone
-            cut_(inner, name, surplus if name in wanted else None)
+        theirs = find(source, name)
+        surplus = [branch for branch in ours.branches if branch not in branch_names(theirs)]
+        # a block may be a norm alone, and a norm beside the kernel comes and goes with the whole of it
+        keeps = isinstance(theirs, RepConv) and (theirs.origin_norm is None) == (ours.origin_norm is None)
+        if surplus or not keeps:
+            cut_(inner, name, surplus if keeps else None)
     for name in sorted(wanted, key=len):
         theirs, ours = source.get_submodule(name), inner.get_submodule(name)
         assert isinstance(theirs, RepConv)

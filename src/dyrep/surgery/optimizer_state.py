@@ -20,6 +20,9 @@ _COPIES = ("lookahead_slow_buff", "x0", "z", "ax")
 What equals the weight, whatever it is called, is one too: it may be kept in full precision, and rounded to the weight.
 """
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+"""Options that torch's schedulers add to groups of parameters."""
+
 
 def states_of(optimizer: Optimizer) -> list[dict[Tensor, Any]]:
     """Where an optimizer keeps the state of its parameters; one that wraps another has that one's first, then its own.
@@ -120,12 +123,14 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
             f"not in the file: {extra[:5] or 'none'}. Build model and optimizer as in the saved run"
         )
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
-        ours, theirs = set(group) - {"params", "param_names"}, set(stored["options"])
-        if ours - theirs and theirs - ours:  # later versions of the same optimizer have more options
+        # later versions of the same optimizer have more options, and schedulers keep some of their own among them
+        lacking = set(optimizer.defaults) - set(stored["options"])
+        unknown = set(stored["options"]) - set(group) - _OF_SCHEDULERS
+        if lacking and unknown:
             raise OptimizerError(
-                f"the saved state is that of another kind of optimizer: it has {', '.join(sorted(theirs - ours)[:3])}, "
-                f"and {type(optimizer).__name__} has {', '.join(sorted(ours - theirs)[:3])}. Build the optimizer as in "
-                "the saved run"
+                f"the saved state is that of another kind of optimizer: it has {', '.join(sorted(unknown)[:3])}, and "
+                f"{type(optimizer).__name__} has {', '.join(sorted(lacking)[:3])}. Build the optimizer as in the saved "
+                "run"
             )
     given = {
         name: group["param_names"][i]

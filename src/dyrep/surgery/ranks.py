@@ -26,15 +26,13 @@ def is_main_rank() -> bool:
 
 
 @torch.no_grad()
-def broadcast_(tensors: Iterable[Tensor]) -> None:
-    """Give every rank the tensors of rank 0."""
+def broadcast_(tensors: Iterable[Tensor], device: torch.device | None = None) -> None:
+    """Give every rank the tensors of rank 0; by way of a device that ranks can send from, if one is named."""
     for tensor in tensors:
-        if tensor.is_contiguous():
-            dist.broadcast(tensor, src=0)
-        else:
-            flat = tensor.contiguous()
-            dist.broadcast(flat, src=0)
-            tensor.copy_(flat)
+        sent = tensor.to(device).contiguous()
+        dist.broadcast(sent, src=0)
+        if sent is not tensor:
+            tensor.copy_(sent)
 
 
 @torch.no_grad()
@@ -67,14 +65,20 @@ def smallest(value: int, device: torch.device) -> int:
 
 def check_agreement(value: Any, what: str, device: torch.device) -> None:
     """Raise on every rank unless all of them hold the same JSON-able value."""
+    if not agree(value, device):
+        text = json.dumps(value, sort_keys=True)
+        raise DesyncError(
+            f"the ranks disagree on {what}; rank {dist.get_rank()} has {text}. Start all ranks from the same weights, "
+            "configuration and checkpoint"
+        )
+
+
+def agree(value: Any, device: torch.device) -> bool:
+    """Whether all ranks hold the same JSON-able value."""
     text = json.dumps(value, sort_keys=True)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     low = torch.tensor(digest, device=device)
     high = low.clone()
     dist.all_reduce(low, op=dist.ReduceOp.MIN)
     dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    if int(low) != int(high):
-        raise DesyncError(
-            f"the ranks disagree on {what}; rank {dist.get_rank()} has {text}. Start all ranks from the same weights, "
-            "configuration and checkpoint"
-        )
+    return int(low) == int(high)
