@@ -545,8 +545,21 @@ def test_loading_another_structure_into_a_block_that_was_not_prepared_fails_loud
 def test_plain_weights_do_not_slip_into_a_block_that_was_not_prepared(strict):
     model = nn.Sequential(full_block())
     plain = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match=r"layer '0' has branches and this state dict has none for it.*prepare_"):
+    with pytest.raises(
+        RuntimeError, match=r"layer '0' has branches \(.*\) and this state dict has none for it.*prepare_"
+    ):
         model.load_state_dict(plain.state_dict(), strict=strict)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_other_branches_do_not_slip_into_a_block_that_was_not_prepared(strict):
+    model = nn.Sequential(grown_block(nn.Conv2d(4, 4, 3, padding=1), ["1x1"]))
+    other = nn.Sequential(grown_block(nn.Conv2d(4, 4, 3, padding=1), ["1x1", "1xK"]))
+    told = (
+        r"layer '0' has branches \(1x1\) and this state dict has others \(1x1, 1xK\) for it.*controller's state before"
+    )
+    with pytest.raises(RuntimeError, match=told):
+        model.load_state_dict(other.state_dict(), strict=strict)
 
 
 def test_a_prepared_block_that_a_file_does_not_mention_stays_as_it_is():

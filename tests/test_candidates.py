@@ -36,6 +36,18 @@ def test_a_rejected_layer_stays_out_with_the_reason():
     assert candidates.ignored() == {"3": "it misbehaved"}
 
 
+def test_a_layer_that_has_branches_is_ignored_for_a_reason_and_not_for_having_all():
+    model = make_net()
+    dyrep.expand_(model, "0", ["1x1"])
+    dyrep.expand_(model, "3")
+    candidates = found(model, regrow=True, max_depth=1)
+    assert candidates.ignored() == {}
+    candidates.rejected["0"] = "it misbehaved"
+    model[3].weight.requires_grad_(False)
+    assert set(candidates.ignored()) == {"0", "3"}
+    assert candidates.ignored()["3"].startswith("its weight is frozen")
+
+
 def test_convolutions_inside_branches_go_by_the_name_of_the_outermost():
     model = make_net()
     dyrep.expand_(model, "3", ["1x1-KxK"])

@@ -232,8 +232,9 @@ def test_an_error_in_the_middle_of_an_update_undoes_all_of_it():
 def test_a_model_whose_output_is_not_finite_is_left_alone_with_the_reason():
     model, optimizer, controller = start()
     train_epoch(model, optimizer, BATCHES)
-    model[10].bias.data[0] = float("nan")
-    with pytest.warns(UserWarning, match="output is not finite"):
+    model[6].running_var[0] = float("nan")
+    told = r"not finite: it began, in eval mode, with the output of layer '6' \(BatchNorm2d\), from finite inputs"
+    with pytest.warns(UserWarning, match=told):
         assert controller.epoch_end(BATCHES) == []
     assert dyrep.structure(model)["blocks"] == {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 import dyrep
 from dyrep import DyRep, DyRepConfig
 from dyrep.errors import (
-    CalibrationError,
     ConfigError,
     DyRepError,
     NoUpdateWarning,
@@ -111,17 +111,6 @@ def test_a_second_controller_of_an_optimizer_is_refused_until_the_first_is_close
     assert second.epoch_end(BATCHES)
 
 
-@pytest.mark.parametrize("single", [BATCHES[0], BATCHES[0][0], {"x": BATCHES[0][0]}], ids=["tuple", "Tensor", "dict"])
-def test_one_batch_in_place_of_a_loader_is_refused_and_a_list_of_it_is_not(single):
-    model, optimizer, controller = start(interval=1)
-    train_epoch(model, optimizer, BATCHES)
-    with pytest.raises(
-        CalibrationError, match=r"are a single one \(a (tuple|Tensor|dict)\): give the loader, or a list"
-    ):
-        controller.epoch_end(single)
-    assert controller.update([BATCHES[0]])
-
-
 def test_branches_that_were_loaded_behind_its_back_are_noticed():
     evolved, optimizer, controller = start()
     train_epoch(evolved, optimizer, BATCHES)
@@ -146,3 +135,28 @@ def test_ranks_without_a_wrapper_are_told_that_nothing_keeps_them_alike(several,
         warnings.simplefilter("always")
         DyRep(model, torch.optim.SGD(model.parameters(), lr=0.05), **settings)
     assert [warning.category for warning in caught] == [UnsynchronisedWarning] * (several and not settings)
+
+
+def test_a_limit_that_nothing_fits_into_is_told_once_with_what_would_fit():
+    model, optimizer, controller = start(macs_limit=1.01, cut="none", branches=("1x1-KxK",))
+    train_epoch(model, optimizer, BATCHES)
+    told = (
+        r"no layer's branches fit into macs_limit=1.01; those of layer '5', the cheapest, would make .* 1\.\d\d times"
+    )
+    with pytest.warns(NoUpdateWarning, match=told) as caught:
+        assert controller.epoch_end(BATCHES) == []
+    share = float(re.search(r"network (\S+) times", str(caught[0].message))[1])
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES) == []
+    again, optimizer, controller = start(macs_limit=share + 0.01, cut="none", branches=("1x1-KxK",))
+    train_epoch(again, optimizer, BATCHES)
+    assert [edit.layer for edit in controller.epoch_end(BATCHES)] == ["5"]
+
+
+def test_a_limit_that_what_a_network_begins_with_fills_is_nothing_to_warn_of():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    controller = DyRep(model, optimizer, DyRepConfig(interval=1, score="snip", macs_limit=1.0, calibration_batches=2))
+    train_epoch(model, optimizer, BATCHES)
+    assert controller.epoch_end(BATCHES) == []
+    assert controller.events[-1]["grown_out"]

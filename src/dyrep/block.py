@@ -249,14 +249,22 @@ class RepConv(_Base):
         if prefix + "weight" in state_dict:
             if self.prepared:
                 self._take_on_structure_(state_dict, prefix)
-            elif self.branches and not any(key.startswith(prefix + "branches.") for key in state_dict):
-                *_, errors = args  # raised by torch with all others, also if the load is not strict
-                errors.append(
-                    f"layer {prefix.removesuffix('.')!r} has branches and this state dict has none for it, so the two "
-                    "would not compute the same: load plain weights before branches grow (before dyrep.DyRep is made), "
-                    "a controller's state before the model's, or let dyrep.prepare_(model) take on what is loaded"
-                )
+            elif self.branches:
+                self._refuse_other_branches(state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _refuse_other_branches(self, state_dict: Mapping[str, Any], prefix: str, errors: list[str]) -> None:
+        """Add to what torch raises with all other errors, also if the load is not strict."""
+        start = prefix + "branches."
+        saved = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
+        if saved.keys() != set(self.branches):
+            theirs = f"others ({', '.join(saved)})" if saved else "none"
+            errors.append(
+                f"layer {prefix.removesuffix('.')!r} has branches ({', '.join(self.branches)}) and this state dict has "
+                f"{theirs} for it, so the two would not compute the same: load plain weights before branches grow "
+                "(before dyrep.DyRep is made), a controller's state before the model's, or let dyrep.prepare_(model) "
+                "take on what is loaded"
+            )
 
     def _take_on_structure_(self, state_dict: Mapping[str, Any], prefix: str) -> None:
         start = prefix + "branches."

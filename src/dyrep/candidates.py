@@ -18,7 +18,7 @@ from dyrep.surgery.optimizer import check_optimizer
 from dyrep.surgery.optimizer_state import locate
 from dyrep.surgery.preserve import device_of
 from dyrep.surgery.structure import structure
-from dyrep.surgery.targets import Target, is_inside, outermost, targets
+from dyrep.surgery.targets import COMPLETE, Target, is_inside, outermost, targets
 
 
 class Candidates:
@@ -75,8 +75,11 @@ class Candidates:
 
         Those that have all their branches are not listed, and neither is what lies too deep inside of branches.
         """
-        judged = ((t, reason) for t, reason in self._judged() if not t.present and not self._too_deep(t))
-        return {target.name: reason for target, reason in judged if reason}
+        return {
+            target.name: reason
+            for target, reason in self._judged()
+            if reason and reason != COMPLETE and not self._too_deep(target)
+        }
 
     def wanted(self, target: Target) -> tuple[str, ...]:
         """The branches a convolution would grow."""

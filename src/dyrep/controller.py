@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 import torch
@@ -29,11 +28,12 @@ from dyrep.norm import BranchNorm
 from dyrep.scorekeeper import ScoreKeeper
 from dyrep.scoring import Loss
 from dyrep.surgery import ranks
+from dyrep.surgery.batches import read_batches
 from dyrep.surgery.costs import count_parameters
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import deploy
 from dyrep.surgery.optimizer_state import load_state_by_name_, state_by_name
-from dyrep.surgery.preserve import Forward, device_of, iterate, preserved_randomness, refuse_single
+from dyrep.surgery.preserve import Forward, device_of, preserved_randomness
 from dyrep.surgery.structure import restructure_, structure, touched
 from dyrep.surgery.undo import Snapshot
 from dyrep.surgery.wrappers import bare
@@ -252,7 +252,8 @@ class DyRep:
             if ranks.agree(len(kept), device_of(model)):  # an average may be kept by one of the ranks alone
                 ranks.broadcast_(kept, device_of(model))
         with preserved_randomness(model, batches):
-            data = None if batches is None else self._read(batches)
+            wanted = max(self.config.calibration_batches, self.config.grasp_batches)
+            data = read_batches(batches, wanted, device_of(model), self._distributed)
             first = None if self.updates else self._updater.costs(model, data)
             made, grounds = change(model, data)
         if made.edits:
@@ -358,11 +359,6 @@ class DyRep:
         self._overdue = over and bool(self._updater.absorbable(bare(self.model)))
         idle = over or self._updater.grown_out
         self.scorer.watch({} if idle else self._candidates.operations(), self._candidates.norms())
-
-    def _read(self, batches: Iterable[Any]) -> list[Any]:
-        wanted = max(self.config.calibration_batches, self.config.grasp_batches)
-        refuse_single(batches)
-        return list(islice(iterate(batches), wanted))
 
     def _warn_about_settings(self, saved: Mapping[str, Any]) -> None:
         ours = self.config.to_dict()

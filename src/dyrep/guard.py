@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from dyrep.errors import EditRolledBackWarning, UnmeasuredEditWarning, warn
 from dyrep.surgery import ranks
+from dyrep.surgery.divergence import find_origin
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.folding import drift, eval_outputs, train_outputs
-from dyrep.surgery.preserve import Forward, device_of
+from dyrep.surgery.preserve import Forward, device_of, preserved
 from dyrep.surgery.undo import Snapshot
 
 
@@ -67,6 +68,14 @@ class EditGuard:
         values = [output for outputs in self._before.values() for output in outputs.values()]
         fine = all(bool(torch.isfinite(value).all()) for value in values)
         return self._together(fine)
+
+    def find_origin(self) -> str:
+        """Where outputs that are not finite began, in words."""
+        for mode, kind in (("eval", "drift"), ("training", "train_drift")):
+            if any(not torch.isfinite(output).all() for output in self._before.get(kind, {}).values()):
+                with preserved(self._model, training=mode == "training"):
+                    return f"it began, in {mode} mode, with {find_origin(self._model, self._batch, self._forward)}"
+        return "another rank says where it began"
 
     def attempt(self, layers: Iterable[str], edit: Callable[[], list[Edit]]) -> bool:
         """Make an edit that touches these layers; False if it had to be taken back."""

@@ -16,7 +16,7 @@ from dyrep.block import RepConv
 from dyrep.branches import ORIGIN
 from dyrep.candidates import Candidates
 from dyrep.config import DyRepConfig
-from dyrep.errors import ConfigError, DyRepError, EditRolledBackWarning, UnreachedLayerError, warn
+from dyrep.errors import ConfigError, DyRepError, EditRolledBackWarning, NoUpdateWarning, UnreachedLayerError, warn
 from dyrep.guard import EditGuard
 from dyrep.surgery import ranks
 from dyrep.surgery.absorbing import absorb_, norms_behind
@@ -185,12 +185,12 @@ class Updater:
             if guard.healthy:
                 strengths = {name: block.importances for name, block in change(guard).items()}
             else:
-                warn("the model's output is not finite, so its structure stays as it is")
+                warn(f"the structure stays as it is, as the model's output is not finite: {guard.find_origin()}")
             after = self.costs(model, data)
         except BaseException:
             guard.undo_all()
             raise
-        self.grown_out = self._is_grown_out(model, after)
+        self._notice_growth_is_over(model, after)
         edits = [_explained(edit, scores, strengths) for edit in guard.done]
         return Update(edits, guard.rejected, strengths, after, guard)
 
@@ -225,11 +225,22 @@ class Updater:
         )
         return self._agreed(model, chosen, "what to expand")
 
-    def _is_grown_out(self, model: nn.Module, now: Costs | None) -> bool:
+    def _notice_growth_is_over(self, model: nn.Module, now: Costs | None) -> None:
+        """See whether anything that could grow still fits into the limit, and warn if nothing ever has."""
+        before, self.grown_out = self.grown_out, False
         if self._config.cut != "none" or now is None or (spare := self._spare_macs(now)) == math.inf:
-            return False
-        candidates = (self._candidate(model, target, {}, now) for target in self._candidates.targets())
-        return all(candidate.added_macs > spare for candidate in candidates)
+            return
+        found = [self._candidate(model, target, {}, now) for target in self._candidates.targets()]
+        self.grown_out = all(candidate.added_macs > spare for candidate in found)
+        if self.grown_out and found and not before and not structure(model)["blocks"]:
+            least = min(found, key=lambda candidate: candidate.added_macs)
+            share = (now.macs + least.added_macs) / now.plain_macs
+            warn(
+                f"nothing will ever grow: no layer's branches fit into macs_limit={self._config.macs_limit}; those of "
+                f"layer {least.name!r}, the cheapest, would make the network {share:.2f} times as costly. Give a "
+                "larger macs_limit, None for no limit, or fewer branches=",
+                NoUpdateWarning,
+            )
 
     def _spare_macs(self, now: Costs) -> float:
         """How many multiply-adds may be added."""

@@ -11,10 +11,10 @@ import dyrep
 from dyrep.cli.main import main
 from dyrep.config import DyRepConfig
 from dyrep.engine.checkpoints import read
-from dyrep.engine.divergence import find_origin
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.running import train
 from dyrep.errors import DivergedError
+from dyrep.surgery.divergence import find_origin
 
 NETWORKS = '''
 import os

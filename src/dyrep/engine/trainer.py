@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dyrep.controller import DyRep
-from dyrep.engine.divergence import all_finite, find_origin
 from dyrep.engine.learner import Learner
 from dyrep.engine.precision import computing_in
 from dyrep.engine.progress import Curves, Reporter, Status
@@ -24,6 +23,7 @@ from dyrep.engine.step import Totals
 from dyrep.engine.world import World
 from dyrep.errors import DivergedError
 from dyrep.records import EVENTS
+from dyrep.surgery.divergence import all_finite, find_origin
 from dyrep.surgery.edits import Edit
 from dyrep.surgery.structure import importances
 

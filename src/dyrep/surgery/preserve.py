@@ -65,21 +65,6 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def refuse_single(batches: Any) -> None:
-    """Raise if something is one batch where a loader of batches is asked for.
-
-    Example:
-        >>> refuse_single((torch.zeros(4, 3, 8, 8), torch.zeros(4)))
-        Traceback (most recent call last):
-        dyrep.errors.CalibrationError: these batches are a single one (a tuple): give the loader, or a list, [batch]
-    """
-    parts = batches if isinstance(batches, (tuple, list)) else ()
-    differ = all(isinstance(part, Tensor) for part in parts) and len({part.dim() for part in parts}) > 1
-    if isinstance(batches, (Tensor, Mapping)) or differ:
-        kind = type(batches).__name__
-        raise CalibrationError(f"these batches are a single one (a {kind}): give the loader, or a list, [batch]")
-
-
 def iterate(batches: Iterable[Any]) -> Iterator[Any]:
     """Iterate over batches without disturbing whoever is iterating over them already.
 

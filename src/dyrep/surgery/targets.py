@@ -18,6 +18,8 @@ from dyrep.scaling import ChannelScale, GatedNorm
 from dyrep.surgery.wrappers import unwrap
 
 _SCRIPTED_CONVS = [f"{kind}{n}d" for kind in ("Conv", "ConvTranspose") for n in (1, 2, 3)]
+COMPLETE = "it has every branch already"
+"""Why a convolution that has grown all it can is no target."""
 _SELF_FOLDING = ("fuse", "reparameterize", "switch_to_deploy")
 
 
@@ -207,7 +209,7 @@ def _describe(name: str, conv: nn.Module, depth: int, reason: str, parents: dict
         left_out = {branch: option.reason for branch, option in options.items() if option.reason}
         wanted = tuple(branch for branch, option in options.items() if not option.reason and branch not in present)
         if not wanted:
-            reason = "it has every branch already" if present else next(iter(left_out.values()))
+            reason = COMPLETE if present else next(iter(left_out.values()))
     owner = next((p for p in parents if not p or name.startswith(p + ".")), None)
     note = ""
     if owner is not None and not reason:

@@ -1,4 +1,4 @@
-"""Where a loss that is not finite came from."""
+"""Where a loss or an output that is not finite came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dyrep.execution import eagerly
-from dyrep.surgery.preserve import run_batch
+from dyrep.surgery.preserve import Forward, run_batch
 
 
 @torch.no_grad()
@@ -19,15 +19,16 @@ def all_finite(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def find_origin(model: nn.Module, images: Any) -> str:
+def find_origin(model: nn.Module, images: Any, forward: Forward | None = None) -> str:
     """Say in words which layer first made something that is not finite.
 
     If weights are not finite already, a gradient was not: it spreads from one layer to all before it, so the last
     layer with such weights is where it began. Otherwise the batch is run again to see where it happens.
 
     Args:
-        model: the bare model, in the mode it trains in.
-        images: the batch whose loss was not finite; of a detector, with its targets.
+        model: the bare model, in the mode in which it happened.
+        images: the batch with which it happened; of a detector, with its targets.
+        forward: runs the model on it, see `dyrep.DyRep`.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -56,7 +57,7 @@ def find_origin(model: nn.Module, images: Any) -> str:
     handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
     try:
         with eagerly():  # fused blocks run no branch by itself
-            run_batch(model, images)
+            run_batch(model, images, forward)
     finally:
         for handle in handles:
             handle.remove()
