@@ -85,7 +85,10 @@ def test_noise_is_warned_about_once():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     controller = DyRep(model, optimizer, DyRepConfig.paper(interval=1, calibration_batches=2))
     train_epoch(model, optimizer, BATCHES)
-    with pytest.warns(ScoreNoiseWarning, match=r"can be taken from a batch norm that learns, and these are none"):
+    with pytest.warns(
+        ScoreNoiseWarning,
+        match=r"It is exact only where a batch norm that learns, and nothing else, reads the convolution",
+    ):
         controller.epoch_end(BATCHES)
     train_epoch(model, optimizer, BATCHES)
     controller.epoch_end(BATCHES)

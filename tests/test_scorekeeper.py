@@ -64,8 +64,8 @@ def test_synflow_under_autocast_has_the_order_that_it_has_in_float64():
 @pytest.mark.parametrize(
     ("score", "batches", "remedy"),
     [
-        ("synflow", None, r"with batches, epoch_end\(loader\), it is taken from that norm"),
-        ("synflow_summed", BATCHES, "score='synflow' takes it from that norm"),
+        ("synflow", None, r"With batches, epoch_end\(loader\), it is taken from that norm"),
+        ("synflow_summed", BATCHES, "With score='synflow' it is taken from that norm"),
     ],
 )
 def test_sums_that_are_noise_are_warned_about(score, batches, remedy):

@@ -45,14 +45,16 @@ class DyRepConfig:
 
     Attributes:
         interval: epochs (or steps) between updates, the paper's t: 15 on CIFAR, 5 on ImageNet.
-        unit: what `interval`, `start`, `stop`, `total` and `absorb_after` count: ``"epoch"`` or ``"step"``.
+        unit: what `interval`, `start`, `stop` and the like count: ``"epoch"`` or ``"step"``.
         start: no update up to here; intervals are counted from here.
         stop: no update after this (default: never stop).
         total: length of the training, if known; then there is no update at its very end, where it could not pay.
-        score: which operation to expand: one of `dyrep.scoring.SCORES`.
+        score: which operation to expand, by ``"synflow"``, ``"synflow_summed"``, ``"snip"``, ``"grad_norm"``,
+            ``"grasp"``, ``"vote"``, ``"invariant"`` or ``"random"``; what they are says `dyrep.scoring`.
         score_every: score every n-th optimizer step; 1 scores all of them, as the paper does.
         top_k: operations to expand per update.
-        branches: which branches to add (default: all that fit the convolution).
+        branches: which branches to add, of 1x1, 1x1-KxK, 1x1-AVG, 1xK, Kx1 and residual (default: all that fit the
+            convolution).
         gamma: initial γ of new branches.
         relative_gamma: measure γ in standard deviations of the origin's output.
         origin_norm: norm on the original kernel: ``"none"``, ``"calibrated"`` or ``"reference"``.

@@ -129,9 +129,9 @@ class ScoreKeeper(scoring.StepScorer):
             return
         self._told = True
         remedy = {
-            None: "score='synflow' takes it from that norm, if it is a batch norm that learns",
-            False: "with batches, epoch_end(loader), it is taken from that norm, if it is a batch norm that learns",
-            True: "it can be taken from a batch norm that learns, and these are none, or not the only ones to read",
+            None: "With score='synflow' it is taken from that norm, if it is a batch norm that learns",
+            False: "With batches, epoch_end(loader), it is taken from that norm, if it is a batch norm that learns",
+            True: "It is exact only where a batch norm that learns, and nothing else, reads the convolution",
         }
         warn(
             f"{self._config.score} is below numerical noise for {len(noise)} of {len(means)} convolutions (its "

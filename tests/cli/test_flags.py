@@ -67,7 +67,15 @@ def test_help_names_every_setting_with_its_description(cls, hidden, help_text):
 
 
 def test_help_has_no_marks_that_are_for_pages(help_text):
-    assert "``" not in help_text
+    assert "`" not in help_text
+
+
+def test_a_default_that_is_told_in_words_is_not_told_twice(help_text):
+    squeezed_text = squeezed(help_text)
+    assert squeezed("(default: none).") in squeezed_text  # of --ema
+    assert squeezed("(default: none). (default: None)") not in squeezed_text
+    assert squeezed("(default: never stop). (default") not in squeezed_text
+    assert squeezed("folder of the data set. (default: None)") in squeezed_text
 
 
 def test_help_names_the_recipes(help_text):
@@ -169,6 +177,8 @@ def test_a_flag_that_is_not_there_is_answered_with_the_ones_it_resembles(failing
         (("--device", "cpu", "--image-size", "9"), ("size=9", "8x8")),
         (("--device", "cpu", "--color-jitter", "0.4"), ("color_jitter", "needs image files")),
         (("digits", "cifar10-vgg16"), ("cifar10-vgg16",)),
+        (("--epochs", "5", "cifar10-vgg16"), ("the recipe comes first: dyrep train cifar10-vgg16 --epochs 5",)),
+        (("--device", "cpu", "--image-size", "16"), ("image_size=16: the images of digits are 8x8",)),
     ],
 )
 def test_a_value_that_cannot_be_is_answered_with_what_can(words, told, failing, tmp_path):

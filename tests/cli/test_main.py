@@ -201,8 +201,9 @@ def test_without_a_command_it_tells_which_there_are(capsys):
         assert stopped.value.code == status
         told = capsys.readouterr().out
         assert all(
-            f"dyrep {command}" in told for command in ("train", "inspect", "deploy", "bench", "recipes", "methods")
+            f"\n  {command} " in told for command in ("train", "inspect", "deploy", "bench", "recipes", "methods")
         )
+        assert max(map(len, told.splitlines())) <= 80
 
 
 def test_it_tells_its_version(capsys):
@@ -294,3 +295,40 @@ def test_the_command_is_installed_and_its_output_may_be_cut_off():
         f"{sys.executable} -u -m dyrep recipes | true", shell=True, capture_output=True, text=True, timeout=60
     )
     assert piped.stderr == ""
+
+
+LAZY_NETWORK = """
+from torch import nn
+
+def lazy(num_classes):
+    layers = nn.LazyConv2d(8, 3, padding=1), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)
+    return nn.Sequential(*layers, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(num_classes))
+
+def unfit(num_classes):
+    return nn.Sequential(nn.LazyConv2d(8, 9), nn.Flatten(), nn.LazyLinear(num_classes))
+"""
+
+
+def test_a_network_without_shapes_gets_them_from_the_images(tmp_path, monkeypatch, failing, capsys):
+    (tmp_path / "lazy_networks.py").write_text(LAZY_NETWORK)
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *"--epochs 2 --interval 1 --batch-size 512 --device cpu --out run".split()]  # noqa: SIM905
+    main([*words, "--model", "lazy_networks:lazy", "--method", "dyrep-default"])
+    assert "with 3 branches" in capsys.readouterr().out.splitlines()[0]
+    assert set(dyrep.structure(load_run(tmp_path / "run")[0])["blocks"]) == {"0", "3"}
+    status, message = failing(*words, "--model", "lazy_networks:unfit")
+    assert status == 2
+    assert (
+        "'0.weight' of the model has no shape before it has run, and it does not run on a batch of 1x1x8x8" in message
+    )
+
+
+@pytest.mark.parametrize("command", ["recipes", "methods"])
+def test_lists_take_no_words(command, failing, capsys):
+    status, message = failing(command, "--nope")
+    assert status == 2
+    assert f"dyrep {command} lists what there is and takes no arguments: --nope" in message
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: dyrep {command}" in capsys.readouterr().out

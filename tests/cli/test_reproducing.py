@@ -38,6 +38,7 @@ def test_a_study_prints_and_saves_its_table(tmp_path, capsys):
     [
         (["cifra"], "there is no study 'cifra'; valid are operation-spaces"),
         ([], "no study given"),
+        (["all", "cifra"], "there is no study 'cifra'"),
         (["cifar", "--seeds", "0"], "seeds=0: must be at least 1"),
     ],
 )
@@ -46,6 +47,18 @@ def test_what_is_not_understood_is_said(tmp_path, capsys, words, message):
         run(tmp_path, *words)
     assert stopped.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_reasons_stand_below_the_table_each_of_them_once(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "cifar", "--out", str(tmp_path), "--device", "cpu"])
+    table = capsys.readouterr().out.partition("Table 2")[2]
+    assert max(map(len, table.splitlines())) <= 112
+    assert table.count("[1]") == 5
+    assert table.count("the data set 'cifar10' needs its folder") == 1
+    assert "CIFAR-10, DyRep  " in table
+    run(tmp_path, "cifar", "--no-train")  # the networks of this scale are others, and counted when they are trained
+    assert "728    –" in capsys.readouterr().out
 
 
 def test_a_study_of_which_nothing_could_be_trained_fails(tmp_path, capsys):

@@ -226,7 +226,7 @@ def test_if_both_are_damaged_both_are_named_and_nothing_changes(folder):
 @pytest.mark.parametrize("fallback", [False, True])
 def test_if_there_is_no_other_that_is_said(tmp_path, fallback):
     (tmp_path / LAST).write_bytes(b"")
-    with pytest.raises(CheckpointError, match="there is no other; nothing has been changed"):
+    with pytest.raises(CheckpointError, match="There is no other checkpoint; nothing has been changed"):
         CheckpointFolder(tmp_path).load(fallback=fallback)
     assert os.listdir(tmp_path) == [LAST]
 

@@ -246,6 +246,6 @@ def test_things_that_do_not_make_a_model_are_refused(user_module):
     assert "has no 'mynet' (did you mean my_net?)" in refusal(f"{module}:mynet")
     assert "names something of type int; name a function" in refusal(f"{module}:number")
     assert "names something of type Identity; name a function" in refusal(f"{module}:made")
-    assert "gave a str, not an nn.Module; return the model itself" in refusal(f"{module}:words")
+    assert "returned 'str' and not an nn.Module; return the model itself" in refusal(f"{module}:words")
     assert "cannot be built with num_classes=10: KeyError: 'depth'" in refusal(f"{module}:broken")
     assert "missing 1 required positional argument: 'depth'" in refusal(f"{module}:needy")

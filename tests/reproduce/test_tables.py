@@ -41,11 +41,15 @@ def test_our_figures_stand_beside_the_papers():
 
 def test_on_a_terminal_the_head_of_two_columns_stands_over_both():
     text = as_text(STUDY, SCALES["short"], OUTCOMES).splitlines()
-    assert text[3:7] == [
+    assert text[3:] == [
         "             training time    accuracy, %",
         "             paper  ours      paper         ours          state",
         "VGG, origin  2.4 h  11.0 min  94.68 ± 0.08  94.50 ± 0.71  2 seeds",
-        "DyRep        –      –         95.22         –             not run: no data",
+        "DyRep        –      –         95.22         –             not run [1]",
+        "",
+        "[1] no data",
+        "",
+        "A note.",
     ]
     short = Outcome(STUDY.rows[1], "counted", figures={"cost": [0.0]})
     for line in as_text(STUDY, SCALES["short"], [short]).splitlines()[3:5]:  # a head wider than what is below it

@@ -125,11 +125,11 @@ def test_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
         OptimizerError, match=r"2 groups saved, 2 here; not in this optimizer: \['0\.branches\.1x1\.conv"
     ) as e:
         load_state_by_name_(target, plain, saved)
-    assert "not in the file: none" in str(e.value)
-    with pytest.raises(OptimizerError, match=r"not in this optimizer: none; not in the file: \['0\.branches"):
+    assert "not in the file" not in str(e.value)
+    with pytest.raises(OptimizerError, match=r"2 groups saved, 2 here; not in the file: \['0\.branches"):
         load_state_by_name_(optimizer, model, state_by_name(target, plain))
     one = OPTIMIZERS["SGD"](plain.parameters())
-    with pytest.raises(OptimizerError, match="1 groups saved, 2 here"):
+    with pytest.raises(OptimizerError, match="1 group saved, 2 here"):
         load_state_by_name_(target, plain, state_by_name(one, plain))
     with pytest.raises(OptimizerError, match="optimizer state of format 99; this version reads 1"):
         load_state_by_name_(target, plain, {**state_by_name(target, plain), "format": 99})

@@ -17,8 +17,8 @@ from dyrep.surgery.folding import deploy, verify
 
 
 def deploy_run(
-    run: tyro.conf.Positional[Path],
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("plain.safetensors"),
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = Path("plain.safetensors"),
     which: Which = "last",
 ) -> None:
     """Fold a run's network into the plain one and write its weights, after comparing both on random images.

@@ -30,8 +30,8 @@ def draw_block(
     Args:
         run: folder of the run.
         layer: the convolution, as dyrep inspect names it; without it you are told which ones have branches.
-        out: picture to write: NAME.svg or NAME.png; NAME for both; a folder for both in there, named by the layer. By
-            default both go into the folder of the run.
+        out: picture to write: NAME.svg or NAME.png; NAME for both; a folder for both in there, named by the layer.
+            Unless it is given, both go into the folder of the run.
     """
     found = read_run(run)
     if layer is None:

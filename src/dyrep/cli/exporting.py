@@ -27,7 +27,7 @@ _IMAGES = 16  # real ones to compare on
 
 
 def export_run(
-    run: tyro.conf.Positional[Path],
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
     onnx: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     pt2: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     which: Which = "last",
@@ -47,8 +47,8 @@ def export_run(
         pt2: file of torch.export to write.
         which: the network after the last epoch, or the best one.
         keep_branches: do not fold: write the network with all its branches.
-        data: folder of the data set (default: the one the run was started with).
-        opset: version of the ONNX operators (default: torch's choice).
+        data: folder of the data set, if it is not the one that the run was started with.
+        opset: version of the ONNX operators; unless it is given, torch chooses.
         file: write what was found to this file, too.
     """
     files = _checked_files(onnx, pt2, opset, file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
-from dyrep.cli.parsing import parse
+from dyrep.cli.parsing import parse, tells_its_default
 from dyrep.config import PAPER, DyRepConfig
 from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.recipes import RECIPES, recipe
@@ -20,6 +21,7 @@ from dyrep.errors import ConfigError
 from dyrep.methods import RepNASConfig, takes_defaults
 
 DEFAULT_RECIPE = "digits"
+_SAID_IN_WORDS = tyro.conf.arg(help_behavior_hint="")
 _PRINT = tyro.conf.arg(help="show what would be trained, as JSON, and stop")
 _STRUCTURE = tyro.conf.arg(
     metavar="RUN@EPOCH", help="train, with --method fixed, the structure that another run had after this epoch"
@@ -32,17 +34,27 @@ def parse_training(words: list[str]) -> tuple[Recipe, RunSettings] | None:
         base, words = recipe(words[0]), words[1:]
     else:
         base = recipe(DEFAULT_RECIPE)
+        _refuse_late_recipe(words)
     about = f"Train a network, or continue a run that was stopped. Recipes: {', '.join(RECIPES)}."
     given = parse(_flags(base), words, f"dyrep train {base.name}", description=about)
     if takes_defaults(given.recipe.method):
         by_default = dataclasses.replace(base, dyrep=base.dyrep.with_defaults())
         _refuse_lost(parse(_flags(by_default), words, base.name).evolution, given.recipe.method)
-    chosen = _recipe(base, given)
+    run = RunSettings(**_values(given.run))
+    chosen = _recipe(base, given, run)
     if given.print_config:
-        folder = given.run.folder(chosen.name, chosen.method, chosen.seed)
+        folder = run.folder(chosen.name, chosen.method, chosen.seed)
         print(json.dumps({"recipe": chosen.to_dict(), "folder": str(folder)}, indent=2))
         return None
-    return chosen, given.run
+    return chosen, run
+
+
+def _refuse_late_recipe(words: list[str]) -> None:
+    """Refuse a recipe that comes after flags, where it would be one more value of the last one."""
+    for before, word in itertools.pairwise(words):
+        if word in RECIPES and not before.startswith("-"):
+            rest = " ".join(other for other in words if other != word)
+            raise ConfigError(f"the recipe comes first: dyrep train {word} {rest}")
 
 
 def _refuse_lost(given: Any, method: str) -> None:
@@ -73,7 +85,7 @@ def _flags(base: Recipe) -> type:
         "recipe": _without(Recipe, base, ("name", "structure", "dyrep", "repnas")),
         "evolution": _without(DyRepConfig, base.dyrep, ("seed", "total")),
         "search": _without(RepNASConfig, base.repnas, ("total",)),
-        "run": RunSettings,
+        "run": _without(RunSettings, RunSettings(), ()),
     }
     fields: list[Any] = [
         (name, Annotated[group, tyro.conf.OmitArgPrefixes], dataclasses.field(default=group()))
@@ -90,17 +102,19 @@ def _without(cls: type, values: Any, hidden: tuple[str, ...]) -> type:
     for field in dataclasses.fields(cls):
         if field.name not in hidden:
             default = dataclasses.field(default=getattr(values, field.name))
-            fields.append((field.name, hints[field.name], default))
+            told = tells_its_default(cls, field.name) and getattr(values, field.name) in (None, ())
+            hint = Annotated[hints[field.name], _SAID_IN_WORDS] if told else hints[field.name]
+            fields.append((field.name, hint, default))
     made = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
-    made.__doc__ = (cls.__doc__ or "").replace("``", "")  # marks of code, for pages
+    made.__doc__ = (cls.__doc__ or "").replace("`", "")  # marks of code, for pages
     return made
 
 
-def _recipe(base: Recipe, given: Any) -> Recipe:
+def _recipe(base: Recipe, given: Any, run: RunSettings) -> Recipe:
     own = _values(given.recipe)
     if given.structure is not None:
         own["method"] = "fixed" if own["method"] == base.method else own["method"]
-        own["structure"] = _structure(given.structure, given.run.folder(base.name, own["method"], own["seed"]))
+        own["structure"] = _structure(given.structure, run.folder(base.name, own["method"], own["seed"]))
     own["dyrep"] = DyRepConfig(**_values(given.evolution))
     own["repnas"] = RepNASConfig(**_values(given.search))
     try:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from torch import nn
@@ -25,7 +25,11 @@ from dyrep.wording import large
 _WIDE = 1000
 
 
-def inspect_run(run: tyro.conf.Positional[Path], which: Which = "last", as_json: bool = False) -> None:
+def inspect_run(
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
+    which: Which = "last",
+    as_json: bool = False,
+) -> None:
     """Show the structure of a run's network: branches with their importance, parameters and multiply-adds.
 
     Args:

@@ -12,16 +12,16 @@ from dyrep.extras import extra_of, missing
 USAGE = """\
 usage: dyrep COMMAND ...
 
-  dyrep train [RECIPE] [--data DIR] [...]    train a network, or continue a run that was stopped
-  dyrep inspect RUN                          the structure of a run's network, with importances and costs
-  dyrep deploy RUN -o plain.safetensors      fold a run's network into the plain one, checked
-  dyrep export RUN --onnx model.onnx         fold a run's network and write it for other programs, checked
-  dyrep report RUN [RUN ...] -o report.html  what happened in runs, on one page, compared
-  dyrep draw RUN LAYER [-o block.svg]        one block with its branches and their importances, as a picture
-  dyrep reproduce STUDY [--scale short]      a table or figure of the paper, our figures beside its own
-  dyrep bench MODEL [--batch N] [...]        what branches cost a network here, step by step and layer by layer
-  dyrep recipes                              the recipes there are
-  dyrep methods                              the methods there are
+  train [RECIPE] [--data DIR]      train a network, or go on with a run
+  inspect RUN                      a run's structure, with importances and costs
+  deploy RUN -o plain.safetensors  fold it into the plain network, checked
+  export RUN --onnx model.onnx     write it for other programs, checked
+  report RUN [RUN ...]             what happened in runs, compared on one page
+  draw RUN LAYER                   one block with its branches, as a picture
+  reproduce STUDY [--scale short]  a table or figure of the paper, and ours
+  bench MODEL [--batch N]          what branches cost here, step by step
+  recipes                          the recipes there are
+  methods                          the methods there are
 
 dyrep COMMAND --help tells more."""
 
@@ -142,7 +142,16 @@ def _bench(words: list[str]) -> None:
     parse(bench_model, words, "dyrep bench", config=(tyro.conf.PositionalRequiredArgs,))
 
 
+def _take_nothing(command: str, words: list[str]) -> None:
+    if set(words) & {"-h", "--help"}:
+        print(f"usage: dyrep {command}\n\nList the {command} there are.")
+        sys.exit(0)
+    if words:
+        raise ConfigError(f"dyrep {command} lists what there is and takes no arguments: {' '.join(words)}")
+
+
 def _recipes(words: list[str]) -> None:
+    _take_nothing("recipes", words)
     from dyrep.engine.recipes import RECIPES
 
     for recipe in RECIPES.values():
@@ -151,6 +160,7 @@ def _recipes(words: list[str]) -> None:
 
 
 def _methods(words: list[str]) -> None:
+    _take_nothing("methods", words)
     from dyrep.methods import METHODS
 
     for method in METHODS.values():

@@ -11,8 +11,10 @@ from dyrep.report.page import write_report
 
 
 def report_runs(
-    runs: tyro.conf.Positional[tuple[Path, ...]],
-    out: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("report.html"),
+    runs: Annotated[
+        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="")
+    ],
+    out: Annotated[Path, tyro.conf.arg(aliases=["-o"], metavar="FILE")] = Path("report.html"),
 ) -> None:
     """Show what happened in one or several runs, on one page that needs no network.
 

@@ -17,7 +17,9 @@ from dyrep.reproduce.tables import as_data, as_markdown, as_text
 
 
 def reproduce(
-    studies: tyro.conf.Positional[tuple[str, ...]] = (),
+    studies: Annotated[
+        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="STUDY [STUDY ...]", help_behavior_hint="")
+    ] = (),
     scale: Literal["full", "short", "smoke"] = "short",
     seeds: int = 1,
     data: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None,
@@ -39,15 +41,15 @@ def reproduce(
         data: folder of the data sets: cifar10.npz and so on, or train/CLASS/*.jpg for ImageNet; for downstream tasks
             tiny-imagenet-100, BCCD and CamVid in it.
         out: folder for runs and results.
-        device: where to train (default: a GPU if there is one).
+        device: where to train; unless it is given, on a GPU if there is one.
         train: train what is missing. Otherwise what is there already is shown.
         list_all: list everything there is.
     """
     if list_all:
         _list(scale, seeds)
         return
-    chosen = list(STUDIES) if studies == ("all",) else list(studies)
-    unknown = [name for name in chosen if name not in STUDIES]
+    unknown = [name for name in studies if name not in (*STUDIES, "all")]
+    chosen = list(STUDIES) if "all" in studies else list(dict.fromkeys(studies))
     if unknown or not chosen:
         what = f"there is no study {unknown[0]!r}" if unknown else "no study given"
         raise ConfigError(f"{what}; valid are {', '.join(STUDIES)}, or all (dyrep reproduce --list tells more)")

@@ -143,7 +143,11 @@ class CheckpointFolder:
             return read(last)
         except CheckpointError as error:
             if not fallback or not previous.exists():
-                remedy = "--fallback continues from the one before it" if previous.exists() else "there is no other"
+                remedy = (
+                    "--fallback continues from the one before it"
+                    if previous.exists()
+                    else "There is no other checkpoint"
+                )
                 raise CheckpointError(f"{error}. {remedy}; nothing has been changed") from error
             try:
                 state = read(previous)

@@ -96,7 +96,8 @@ class Recipe:
         copies: KxK kernels in a block of mobileone.
         max_kernel: larger kernels than this get no block before training (they may grow in dyrep).
         structure: blocks for the method fixed, as `dyrep.structure` describes them.
-        execution: how blocks are run, see `dyrep.set_execution_`.
+        execution: how blocks are run: branch by branch (eager), fused, folded into one convolution at every step, or
+            what suits the device (auto).
         sigma_images: on how many images of a batch folded blocks measure σ at least.
         sigma_gradient: what the gradient of folded blocks knows about σ.
         sigma_every: in every n-th step folded blocks measure σ.

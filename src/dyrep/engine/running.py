@@ -153,7 +153,7 @@ def _introduction(trainer: Trainer) -> str:
     return (
         f"{recipe.name}, method {recipe.method}, seed {recipe.seed}: {recipe.model}{grown} "
         f"({size['macs'] / 1e6:,.1f} M multiply-adds, {size['parameters'] / 1e6:,.2f} M parameters), "
-        f"{counts}, {data.test.examples:,} to test; {recipe.epochs} epochs on {place}"
+        f"{counts}, {data.test.examples:,} to test; {counted(recipe.epochs, 'epoch')} on {place}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dyrep.checkpoint import with_versions
 from dyrep.engine.data import Data
@@ -15,7 +16,7 @@ from dyrep.engine.recipe import Recipe, RunSettings
 from dyrep.engine.rundir import RunDirectory
 from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
-from dyrep.errors import CheckpointError
+from dyrep.errors import CheckpointError, ConfigError
 from dyrep.models.backbones import load_backbone_
 from dyrep.records import PLAIN
 from dyrep.wording import beginning
@@ -39,7 +40,11 @@ def make_model(
         initialised: whether it gets its initial weights. A network whose weights come from a checkpoint does not need
             them, and the files they were in may be gone.
     """
-    model = task_of(recipe).build(classes=classes, channels=channels, size=size or recipe.image_size)
+    task = task_of(recipe)
+    model = task.build(classes=classes, channels=channels, size=size or recipe.image_size)
+    lazy = next((name for name, tensor in model.state_dict(keep_vars=True).items() if is_lazy(tensor)), None)
+    if lazy is not None:
+        _find_shapes_(model, task.example(channels=channels, size=size or recipe.image_size or 0, device="cpu"), lazy)
     if not initialised:
         return model
     if recipe.weights is not None:
@@ -47,6 +52,20 @@ def make_model(
     elif recipe.backbone is not None:
         load_backbone_(model, *backbone_weights(Path(recipe.backbone)))
     return model
+
+
+@torch.no_grad()
+def _find_shapes_(model: nn.Module, image: Any, lazy: str) -> None:
+    """Run a network with lazy layers once, which gives them their shapes; in eval mode, so that it stays untrained."""
+    try:
+        model.eval()(image)
+    except Exception as error:
+        raise ConfigError(
+            f"{lazy!r} of the model has no shape before it has run, and it does not run on a batch of "
+            f"{'x'.join(map(str, image.shape))}: {beginning(error)}. Run it once, in eval mode, in the function that "
+            "makes it"
+        ) from error
+    model.train()
 
 
 def backbone_weights(path: Path) -> tuple[dict[str, Tensor], str]:

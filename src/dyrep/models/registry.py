@@ -156,7 +156,9 @@ def _call(spec: str, function: Callable[..., Any], arguments: dict[str, Any]) ->
             "correct the function or its arguments"
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model {spec!r} gave a {type(model).__name__}, not an nn.Module; return the model itself")
+        raise ConfigError(
+            f"model {spec!r} returned {type(model).__name__!r} and not an nn.Module; return the model itself"
+        )
     return model
 
 

@@ -94,7 +94,9 @@ class Workshop:
             self._seed(outcome, row.training, seed, counts_deployed)
             for column, task in row.tasks.items():
                 self._task(outcome, column, task, seed)
-        if outcome.state == "not run" and not counts_deployed and "macs" in study.columns:
+        # where another network takes its place at this scale, its counts would stand beside those of that one
+        own = not self.scale.digits or self.scale.recipe(row.training, 0) is None
+        if outcome.state == "not run" and not counts_deployed and "macs" in study.columns and own:
             self._count(outcome, row.training)
         return outcome
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from dyrep.wording import MISSING, mean_and_spread
 _FORMS = {"accuracy": ".2f", "macs": ".0f", "parameters": ".1f", "cost": ".1f", "speed": ".0f", "branches": ".0f"}
 _UNITS = {"cost": " min"}
 METRICS = ("accuracy", "mAP", "mIoU")
+_WIDTH = 100  # columns of a terminal
 
 
 def ours(column: str, outcome: Outcome) -> str:
@@ -47,8 +49,12 @@ def _state(outcome: Outcome) -> str:
 
 
 def as_text(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> str:
-    """For a terminal: what a column is about stands over its two figures, which leaves more of the width to them."""
-    _, *rows = lines(study, outcomes)
+    """For a terminal: what a column is about stands over its two figures, and reasons below, each of them once."""
+    reasons = list(dict.fromkeys(outcome.reason for outcome in outcomes if outcome.reason))
+    rows = [line[:-1] for line in lines(study, outcomes)[1:]]
+    for row, outcome in zip(rows, outcomes, strict=True):
+        mark = reasons.index(outcome.reason) + 1 if outcome.reason else 0
+        row.append(f"{outcome.state} [{mark}]" if mark else _state(outcome))
     under = ["", *("paper", "ours") * len(study.columns), "state"]
     widths = [max(map(len, column)) for column in zip(under, *rows, strict=True)]
     over = [" " * widths[0]]
@@ -57,8 +63,15 @@ def as_text(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> str:
         widths[own] = max(widths[own], len(COLUMNS[column]) - widths[paper] - 2)
         over.append(COLUMNS[column].ljust(widths[paper] + 2 + widths[own]))
     body = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (under, *rows)]
-    head = [f"{study.source}: {study.title}", f"scale: {scale.name}, {scale.about}", "", "  ".join(over).rstrip()]
-    return "\n".join([*head, *body, *_notes(study)])
+    head = [f"{study.source}: {study.title}", *_wrapped(f"scale: {scale.name}, {scale.about}")]
+    told = [line for number, reason in enumerate(reasons, 1) for line in _wrapped(f"[{number}] {reason}")]
+    notes = [line for note in _notes(study) for line in _wrapped(note)]
+    return "\n".join([*head, "", "  ".join(over).rstrip(), *body, *([""] if told else []), *told, *notes])
+
+
+def _wrapped(words: str) -> list[str]:
+    """Lines for a terminal; names of folders and files stay whole."""
+    return textwrap.wrap(words, _WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def as_markdown(study: Study, scale: Scale, outcomes: Sequence[Outcome]) -> str:

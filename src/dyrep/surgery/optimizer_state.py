@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dyrep.errors import OptimizerError
+from dyrep.wording import counted
 
 _FORMAT = 1
 _COPIES = ("lookahead_slow_buff", "x0", "z", "ax")
@@ -117,10 +118,11 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
     missing = [name for name in wanted if name not in by_name]
     extra = [name for name in by_name if name not in set(wanted)]
     if missing or extra or len(saved["groups"]) != len(optimizer.param_groups):
+        lists = {"not in this optimizer": missing, "not in the file": extra}
+        told = "".join(f"; {what}: {found[:5]}" for what, found in lists.items() if found)
         raise OptimizerError(
-            f"the saved optimizer state does not fit: {len(saved['groups'])} groups saved, "
-            f"{len(optimizer.param_groups)} here; not in this optimizer: {missing[:5] or 'none'}; "
-            f"not in the file: {extra[:5] or 'none'}. Build model and optimizer as in the saved run"
+            f"the saved optimizer state does not fit: {counted(len(saved['groups']), 'group')} saved, "
+            f"{len(optimizer.param_groups)} here{told}. Build model and optimizer as in the saved run"
         )
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         # later versions of the same optimizer have more options, and schedulers keep some of their own among them

@@ -133,11 +133,13 @@ def _checked_size(dataset: str, source: Source, size: int | None) -> int:
     if isinstance(source.train, ImageFiles):
         found = size or common_size(source.train)
         if found is None:
-            raise ConfigError("the images are not all squares of one size: give the size to bring them to (224, say)")
+            raise ConfigError(
+                "the images are not all squares of one size: give image_size, to bring them to (224, say)"
+            )
         return found
     own = source.train.images.shape[-1]
     if size not in (None, own):
-        raise ConfigError(f"size={size}: the images of {dataset} are {own}x{own}; leave it out")
+        raise ConfigError(f"image_size={size}: the images of {dataset} are {own}x{own}; leave it out")
     return own
 
 
