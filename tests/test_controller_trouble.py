@@ -22,6 +22,7 @@ from dyrep.errors import (
     UnmeasuredEditWarning,
     WrappedModelError,
 )
+from dyrep.guard import EditGuard
 from training import loss_of, make_batches, make_net, start, train_epoch
 
 BATCHES = make_batches()
@@ -237,6 +238,18 @@ def test_a_model_whose_output_is_not_finite_is_left_alone_with_the_reason():
     with pytest.warns(UserWarning, match=told):
         assert controller.epoch_end(BATCHES) == []
     assert dyrep.structure(model)["blocks"] == {}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "among ranks"])
+def test_what_is_not_finite_in_training_mode_is_looked_for_only_where_no_rank_waits_for_another(several, monkeypatch):
+    """Norms that synchronise wait for all ranks, and the others may have found theirs in eval mode already."""
+    model = make_net()
+    model[6].register_forward_hook(lambda norm, _, output: output * float("nan") if norm.training else None)
+    monkeypatch.setattr("dyrep.surgery.ranks.distributed", lambda wanted=None: several)
+    monkeypatch.setattr("dyrep.surgery.ranks.smallest", lambda value, _: value)
+    found = EditGuard(model, None, BATCHES[0]).find_origin()
+    layer = "it began, in training mode, with the output of layer '6' (BatchNorm2d), from finite inputs and weights"
+    assert found == ("in training mode alone" if several else layer)
 
 
 def test_voting_goes_on_when_a_layer_is_frozen_meanwhile():

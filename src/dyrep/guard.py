@@ -73,6 +73,8 @@ class EditGuard:
         """Where outputs that are not finite began, in words."""
         for mode, kind in (("eval", "drift"), ("training", "train_drift")):
             if any(not torch.isfinite(output).all() for output in self._before.get(kind, {}).values()):
+                if mode == "training" and ranks.distributed(self._distributed):
+                    return "in training mode alone"  # norms that synchronise would wait there for the other ranks
                 with preserved(self._model, training=mode == "training"):
                     return f"it began, in {mode} mode, with {find_origin(self._model, self._batch, self._forward)}"
         return "another rank says where it began"
