@@ -552,12 +552,11 @@ def test_plain_weights_do_not_slip_into_a_block_that_was_not_prepared(strict):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_other_branches_do_not_slip_into_a_block_that_was_not_prepared(strict):
-    model = nn.Sequential(grown_block(nn.Conv2d(4, 4, 3, padding=1), ["1x1"]))
-    other = nn.Sequential(grown_block(nn.Conv2d(4, 4, 3, padding=1), ["1x1", "1xK"]))
-    told = (
-        r"layer '0' has branches \(1x1\) and this state dict has others \(1x1, 1xK\) for it.*controller's state before"
-    )
+@pytest.mark.parametrize(("saved", "has"), [(["1x1", "1xK"], "others: 1x1, 1xK"), (["residual"], "only residual")])
+def test_other_branches_do_not_slip_into_a_block_that_was_not_prepared(saved, has, strict):
+    model = nn.Sequential(grown_block(nn.Conv2d(4, 4, 3, padding=1), ["1x1", "residual"]))
+    other = nn.Sequential(grown_block(nn.Conv2d(4, 4, 3, padding=1), saved))
+    told = rf"layer '0' has branches \(1x1, residual\) and this state dict has {has} for it.*controller's state before"
     with pytest.raises(RuntimeError, match=told):
         model.load_state_dict(other.state_dict(), strict=strict)
 

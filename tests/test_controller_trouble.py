@@ -240,6 +240,12 @@ def test_a_model_whose_output_is_not_finite_is_left_alone_with_the_reason():
     assert dyrep.structure(model)["blocks"] == {}
 
 
+def test_what_forward_makes_of_sound_outputs_is_blamed_on_forward():
+    told = "it began, in eval mode, with what forward= returns: all weights and outputs of layers are finite"
+    guard = EditGuard(make_net(), None, BATCHES[0], forward=lambda model, batch: model(batch[0]) / 0.0)
+    assert guard.find_origin() == told
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["alone", "among ranks"])
 def test_what_is_not_finite_in_training_mode_is_looked_for_only_where_no_rank_waits_for_another(several, monkeypatch):
     """Norms that synchronise wait for all ranks, and the others may have found theirs in eval mode already."""
@@ -249,7 +255,7 @@ def test_what_is_not_finite_in_training_mode_is_looked_for_only_where_no_rank_wa
     monkeypatch.setattr("dyrep.surgery.ranks.smallest", lambda value, _: value)
     found = EditGuard(model, None, BATCHES[0]).find_origin()
     layer = "it began, in training mode, with the output of layer '6' (BatchNorm2d), from finite inputs and weights"
-    assert found == ("in training mode alone" if several else layer)
+    assert found == ("on this rank, in training mode alone" if several else layer)
 
 
 def test_voting_goes_on_when_a_layer_is_frozen_meanwhile():

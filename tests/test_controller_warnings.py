@@ -163,3 +163,15 @@ def test_a_limit_that_what_a_network_begins_with_fills_is_nothing_to_warn_of():
     train_epoch(model, optimizer, BATCHES)
     assert controller.epoch_end(BATCHES) == []
     assert controller.events[-1]["grown_out"]
+
+
+def test_a_limit_that_nothing_fits_into_is_nothing_to_warn_of_once_all_branches_are_absorbed():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = DyRepConfig(interval=5, score="snip", macs_limit=1.01, absorb_after=1, calibration_batches=2)
+    controller = DyRep(model, optimizer, config)
+    train_epoch(model, optimizer, BATCHES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert controller.epoch_end(BATCHES)
+    assert dyrep.structure(model)["blocks"] == {}

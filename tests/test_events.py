@@ -74,6 +74,30 @@ def test_a_run_that_begins_with_branches_goes_on_with_the_log_of_the_one_before(
     assert kinds(later.events) == kinds(read_events(path)) == ["started", "converted", "update", "resumed"]
 
 
+def test_a_process_that_stopped_before_it_could_go_on_takes_nothing_of_the_log_from_the_next(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for written in (("started", "converted", "update"), ("started", "converted")):
+        log = EventLog(path)
+        for kind in written:
+            log.write(kind)
+    later = EventLog(path)
+    later.write("started")
+    later.resume(3)
+    assert kinds(later.events) == ["started", "converted", "update", "resumed"]
+
+
+def test_what_began_anew_goes_on_with_its_own_log(tmp_path):
+    path = tmp_path / "events.jsonl"
+    for written in (("started", "update", "update"), ("started", "converted")):
+        log = EventLog(path)
+        for kind in written:
+            log.write(kind)
+    later = EventLog(path)
+    later.write("started")
+    later.resume(2)
+    assert kinds(later.events) == ["started", "converted", "resumed"]
+
+
 def test_damage_in_the_middle_is_reported_with_its_line(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text('{"seq": 0, "type": "started"}\nrubbish\n{"seq": 1, "type": "update"}\n')

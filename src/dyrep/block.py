@@ -258,7 +258,8 @@ class RepConv(_Base):
         start = prefix + "branches."
         saved = dict.fromkeys(key[len(start) :].split(".")[0] for key in state_dict if key.startswith(start))
         if saved.keys() != set(self.branches):
-            theirs = f"others ({', '.join(saved)})" if saved else "none"
+            which = "only" if saved.keys() < set(self.branches) else "others:"
+            theirs = f"{which} {', '.join(saved)}" if saved else "none"
             errors.append(
                 f"layer {prefix.removesuffix('.')!r} has branches ({', '.join(self.branches)}) and this state dict has "
                 f"{theirs} for it, so the two would not compute the same: load plain weights before branches grow "

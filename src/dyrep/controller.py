@@ -119,7 +119,7 @@ class DyRep:
         self._log = log if isinstance(log, EventLog) else EventLog(log)
         self.scorer = ScoreKeeper(optimizer, self.config, loss, forward, distributed)
         self.begun: list[Edit] = []
-        try:  # a controller that could not be made leaves nothing behind
+        try:  # a controller that could not be made leaves model and optimizer as they were
             plan, reason = self._updater.beginning(bare(model)) if begins else ({}, "")
             self._warn_if_nothing_grows(reason, begins=bool(plan))
             why = {"not_begun": reason} if reason else {}
@@ -162,7 +162,7 @@ class DyRep:
 
         Args:
             batches: training batches for calibration, the training loader as a rule. A loader's position and random
-                numbers are not disturbed. Edits are measured on the first of them; without any, they are made
+                numbers are not disturbed. Edits are measured on the first of them; with None, they are made
                 unmeasured.
 
         Returns:

@@ -83,7 +83,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise CheckpointError(f"no event log at {file}")
     lines = scan_lines(file)
     parsed = [line.data if line.data is not None and {"type", "seq"} <= line.data.keys() else None for line in lines]
-    before: list[dict[str, Any]] = []  # events of processes that went before
+    before: list[list[dict[str, Any]]] = []  # what every process that went before has left
     events: list[dict[str, Any]] = []
     for place, event in enumerate(parsed):
         if event is None:
@@ -92,11 +92,20 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             if following is not None and following["type"] != "started":
                 raise damaged(file, lines[place])
         elif event["type"] == "started":
-            before, events = events, [event]
+            before, events = [*before, *([events] if events else [])], [event]
         elif event["type"] == "resumed":
             new = all(earlier["type"] in ("started", "converted") for earlier in events)
-            history = before if before and new else events
+            history = _continued(before, event["seq"]) if before and new else events
             events = [*(earlier for earlier in history if earlier["seq"] < event["seq"]), event]
         else:
             events.append(event)
     return events
+
+
+def _continued(before: list[list[dict[str, Any]]], seq: int) -> list[dict[str, Any]]:
+    """What goes on of what came before: the last that has reached this number, or else what has come the furthest.
+
+    A process in between may have stopped before it could go on, and then has left no more than its beginning.
+    """
+    reached = [min(events[-1]["seq"] + 1, seq) for events in before]
+    return before[max(range(len(before)), key=lambda process: (reached[process], process))]

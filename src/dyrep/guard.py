@@ -14,7 +14,7 @@ from dyrep.errors import EditRolledBackWarning, UnmeasuredEditWarning, warn
 from dyrep.surgery import ranks
 from dyrep.surgery.divergence import find_origin
 from dyrep.surgery.edits import Edit
-from dyrep.surgery.folding import drift, eval_outputs, train_outputs
+from dyrep.surgery.folding import drift, eval_outputs, full_precision, train_outputs
 from dyrep.surgery.preserve import Forward, device_of, preserved
 from dyrep.surgery.undo import Snapshot
 
@@ -74,9 +74,12 @@ class EditGuard:
         for mode, kind in (("eval", "drift"), ("training", "train_drift")):
             if any(not torch.isfinite(output).all() for output in self._before.get(kind, {}).values()):
                 if mode == "training" and ranks.distributed(self._distributed):
-                    return "in training mode alone"  # norms that synchronise would wait there for the other ranks
-                with preserved(self._model, training=mode == "training"):
-                    return f"it began, in {mode} mode, with {find_origin(self._model, self._batch, self._forward)}"
+                    # norms that synchronise would wait there for the other ranks
+                    return "on this rank, in training mode alone"
+                otherwise = "what is made of the model's output" if self._forward is None else "what forward= returns"
+                with preserved(self._model, training=mode == "training"), full_precision(self._model):
+                    origin = find_origin(self._model, self._batch, self._forward, otherwise=otherwise)
+                return f"it began, in {mode} mode, with {origin}"
         return "another rank says where it began"
 
     def attempt(self, layers: Iterable[str], edit: Callable[[], list[Edit]]) -> bool:

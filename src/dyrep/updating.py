@@ -123,7 +123,11 @@ class Updater:
             self._cut(model, guard, cuts)
             return blocks
 
-        return self._watched(model, data, scores, change)
+        before = self.grown_out
+        made = self._watched(model, data, scores, change)
+        if self.grown_out and not before and made.costs is not None:
+            self._warn_if_nothing_fitted(model, made.costs)
+        return made
 
     def absorb(self, model: nn.Module, data: list[Any] | None) -> Update:
         """Absorb all branches of a bare model, as far as this optimizer trains them.
@@ -190,7 +194,7 @@ class Updater:
         except BaseException:
             guard.undo_all()
             raise
-        self._notice_growth_is_over(model, after)
+        self.grown_out = self._is_grown_out(model, after)
         edits = [_explained(edit, scores, strengths) for edit in guard.done]
         return Update(edits, guard.rejected, strengths, after, guard)
 
@@ -225,22 +229,27 @@ class Updater:
         )
         return self._agreed(model, chosen, "what to expand")
 
-    def _notice_growth_is_over(self, model: nn.Module, now: Costs | None) -> None:
-        """See whether anything that could grow still fits into the limit, and warn if nothing ever has."""
-        before, self.grown_out = self.grown_out, False
+    def _is_grown_out(self, model: nn.Module, now: Costs | None) -> bool:
         if self._config.cut != "none" or now is None or (spare := self._spare_macs(now)) == math.inf:
+            return False
+        return all(candidate.added_macs > spare for candidate in self._unscored(model, now))
+
+    def _warn_if_nothing_fitted(self, model: nn.Module, now: Costs) -> None:
+        """Once growth is over: tell that it never began, where something could have grown with a larger limit."""
+        found = self._unscored(model, now)
+        if structure(model)["blocks"] or not found:
             return
-        found = [self._candidate(model, target, {}, now) for target in self._candidates.targets()]
-        self.grown_out = all(candidate.added_macs > spare for candidate in found)
-        if self.grown_out and found and not before and not structure(model)["blocks"]:
-            least = min(found, key=lambda candidate: candidate.added_macs)
-            share = (now.macs + least.added_macs) / now.plain_macs
-            warn(
-                f"nothing will ever grow: no layer's branches fit into macs_limit={self._config.macs_limit}; those of "
-                f"layer {least.name!r}, the cheapest, would make the network {share:.2f} times as costly. Give a "
-                "larger macs_limit, None for no limit, or fewer branches=",
-                NoUpdateWarning,
-            )
+        least = min(found, key=lambda candidate: candidate.added_macs)
+        share = (now.macs + least.added_macs) / now.plain_macs
+        warn(
+            f"nothing will ever grow: no layer's branches fit into macs_limit={self._config.macs_limit}; those of "
+            f"layer {least.name!r}, the cheapest, would make the network {share:.2f} times as costly. Give a "
+            "larger macs_limit, None for no limit, or fewer branches=",
+            NoUpdateWarning,
+        )
+
+    def _unscored(self, model: nn.Module, now: Costs) -> list[policy.Candidate]:
+        return [self._candidate(model, target, {}, now) for target in self._candidates.targets()]
 
     def _spare_macs(self, now: Costs) -> float:
         """How many multiply-adds may be added."""

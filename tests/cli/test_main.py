@@ -318,9 +318,7 @@ def test_a_network_without_shapes_gets_them_from_the_images(tmp_path, monkeypatc
     assert set(dyrep.structure(load_run(tmp_path / "run")[0])["blocks"]) == {"0", "3"}
     status, message = failing(*words, "--model", "lazy_networks:unfit")
     assert status == 2
-    assert (
-        "'0.weight' of the model has no shape before it has run, and it does not run on a batch of 1x1x8x8" in message
-    )
+    assert "'0.weight' of the model has no shape before it has run, and it does not run on images of 1x1x8x8" in message
 
 
 @pytest.mark.parametrize("command", ["recipes", "methods"])

@@ -125,7 +125,7 @@ def wide_net(num_classes, in_channels):
             ("--model", f"{__name__}:wide_net"),
             "the weights in .* do not fit the model: .*size mismatch for conv1.weight",
         ),
-        (("--no-decay-norms",), "the saved optimizer state does not fit: 1 groups saved, 2 here"),
+        (("--no-decay-norms",), "the saved optimizer state does not fit: 1 group saved, 2 here"),
     ],
 )
 def test_what_cannot_continue_a_run_says_so_and_changes_nothing(change, reason, stopped, noisy_net, capsys):

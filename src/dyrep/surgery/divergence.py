@@ -19,7 +19,9 @@ def all_finite(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def find_origin(model: nn.Module, images: Any, forward: Forward | None = None) -> str:
+def find_origin(
+    model: nn.Module, images: Any, forward: Forward | None = None, *, otherwise: str = "the loss itself"
+) -> str:
     """Say in words which layer first made something that is not finite.
 
     If weights are not finite already, a gradient was not: it spreads from one layer to all before it, so the last
@@ -29,6 +31,7 @@ def find_origin(model: nn.Module, images: Any, forward: Forward | None = None) -
         model: the bare model, in the mode in which it happened.
         images: the batch with which it happened; of a detector, with its targets.
         forward: runs the model on it, see `dyrep.DyRep`.
+        otherwise: what is left if it was none of the layers.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -61,7 +64,7 @@ def find_origin(model: nn.Module, images: Any, forward: Forward | None = None) -
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else "the loss itself: all weights and outputs of layers are finite"
+    return found[0] if found else f"{otherwise}: all weights and outputs of layers are finite"
 
 
 def _finite(value: Any) -> bool:

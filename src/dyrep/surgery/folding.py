@@ -176,20 +176,30 @@ def verify(
 @torch.no_grad()
 def eval_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
     """A model's outputs in eval mode, by name, in its own precision; the model is left as it was."""
-    with preserved(model, training=False), _full_precision(model):
+    with preserved(model, training=False), full_precision(model):
         return floating(run_batch(model, batch, forward))
 
 
 @torch.no_grad()
 def train_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
     """A model's outputs in training mode, by name, in its own precision; the model is left as it was."""
-    with preserved(model, training=True), _full_precision(model):
+    with preserved(model, training=True), full_precision(model):
         return floating(run_batch(model, batch, forward))
 
 
 @contextmanager
-def _full_precision(model: nn.Module) -> Iterator[None]:
-    """Switch autocast and TF32 off: their rounding is larger than any difference worth finding."""
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Switch autocast and TF32 off: their rounding is larger than any difference worth finding.
+
+    Args:
+        model: it says of which device.
+
+    Example:
+        >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2)
+        >>> with torch.autocast("cpu", torch.bfloat16), full_precision(layer):
+        ...     layer(x).dtype
+        torch.float32
+    """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     with (
         _without_tf32(cudnn, getattr(cudnn, "conv", None)),

@@ -142,7 +142,7 @@ def test_augmentations_that_need_files_are_refused_without(augmentation, setting
 
 def test_images_of_several_sizes_need_one_to_be_brought_to(image_folder):
     root = image_folder(size=(9, 8))
-    with pytest.raises(ConfigError, match="give the size"):
+    with pytest.raises(ConfigError, match="give image_size, to bring them to"):
         opened("folder", root, batch_size=4)
     assert opened("folder", root, batch_size=4, size=8).size == 8
 

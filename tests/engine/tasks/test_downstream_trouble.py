@@ -1,4 +1,4 @@
-"""Detectors and segmentation networks that diverge, train in low precision, or on several processes."""
+"""Detectors and segmentation networks that diverge, or have lazy layers, low precision or several processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,38 @@ from dyrep.engine.running import train
 from dyrep.engine.setup import make_model
 from dyrep.engine.tasks import task_of
 from dyrep.engine.world import World
-from dyrep.errors import DivergedError
+from dyrep.errors import ConfigError, DivergedError
 
 
 def test_a_detector_that_diverges_says_where(data, tmp_path):
     chosen = MAKERS["detection"](lr=1e8)
     with pytest.raises(DivergedError, match=r"It began with the (output|gradient) of layer '"):
         train(chosen, settings(tmp_path, data=data(chosen)))
+
+
+LAZY_DETECTORS = """
+import tiny_models
+from torch import nn
+
+def lazy(num_classes, padding=1):
+    model = tiny_models.detector(num_classes)
+    first = model.backbone[0]
+    model.backbone[0] = nn.LazyConv2d(first.out_channels, 3, stride=first.stride, padding=padding)
+    return model
+
+def unfit(num_classes):
+    return lazy(num_classes, padding=-40)
+"""
+
+
+def test_a_detector_without_shapes_gets_them_or_says_what_does_not_run(tiny_models, tmp_path, monkeypatch):
+    (tmp_path / "lazy_detectors.py").write_text(LAZY_DETECTORS)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = make_model(MAKERS["detection"](model="lazy_detectors:lazy"), classes=3, channels=3, size=64)
+    assert model.backbone[0].weight.shape[1:] == (3, 3, 3)
+    assert model.training
+    with pytest.raises(ConfigError, match=r"'backbone.0.weight' of the model .* does not run on images of 3x64x64: "):
+        make_model(MAKERS["detection"](model="lazy_detectors:unfit"), classes=3, channels=3, size=64)
 
 
 def test_low_precision_trains(make, data, tmp_path):
