@@ -74,28 +74,24 @@ def test_a_run_that_begins_with_branches_goes_on_with_the_log_of_the_one_before(
     assert kinds(later.events) == kinds(read_events(path)) == ["started", "converted", "update", "resumed"]
 
 
-def test_a_process_that_stopped_before_it_could_go_on_takes_nothing_of_the_log_from_the_next(tmp_path):
+@pytest.mark.parametrize(
+    ("first", "seq", "history"),
+    [
+        (("started", "converted", "update"), 3, ["started", "converted", "update", "resumed"]),
+        (("started", "update", "update"), 2, ["started", "converted", "resumed"]),
+    ],
+    ids=["the second stopped before it could go on", "the second began anew and goes on"],
+)
+def test_of_two_processes_that_one_goes_on_which_has_come_so_far(first, seq, history, tmp_path):
     path = tmp_path / "events.jsonl"
-    for written in (("started", "converted", "update"), ("started", "converted")):
+    for written in (first, ("started", "converted")):
         log = EventLog(path)
         for kind in written:
             log.write(kind)
     later = EventLog(path)
     later.write("started")
-    later.resume(3)
-    assert kinds(later.events) == ["started", "converted", "update", "resumed"]
-
-
-def test_what_began_anew_goes_on_with_its_own_log(tmp_path):
-    path = tmp_path / "events.jsonl"
-    for written in (("started", "update", "update"), ("started", "converted")):
-        log = EventLog(path)
-        for kind in written:
-            log.write(kind)
-    later = EventLog(path)
-    later.write("started")
-    later.resume(2)
-    assert kinds(later.events) == ["started", "converted", "resumed"]
+    later.resume(seq)
+    assert kinds(later.events) == history
 
 
 def test_damage_in_the_middle_is_reported_with_its_line(tmp_path):

@@ -83,23 +83,23 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         raise CheckpointError(f"no event log at {file}")
     lines = scan_lines(file)
     parsed = [line.data if line.data is not None and {"type", "seq"} <= line.data.keys() else None for line in lines]
-    before: list[list[dict[str, Any]]] = []  # what every process that went before has left
-    events: list[dict[str, Any]] = []
+    processes: list[list[dict[str, Any]]] = []  # what each of them has left of the run, one after the other
     for place, event in enumerate(parsed):
         if event is None:
             # logs of earlier versions keep the partial line of every process that was killed
             following = next((later for later in parsed[place + 1 :] if later is not None), None)
             if following is not None and following["type"] != "started":
                 raise damaged(file, lines[place])
-        elif event["type"] == "started":
-            before, events = [*before, *([events] if events else [])], [event]
+        elif event["type"] == "started" or not processes:
+            processes.append([event])
         elif event["type"] == "resumed":
-            new = all(earlier["type"] in ("started", "converted") for earlier in events)
-            history = _continued(before, event["seq"]) if before and new else events
-            events = [*(earlier for earlier in history if earlier["seq"] < event["seq"]), event]
+            *before, current = processes
+            new = all(earlier["type"] in ("started", "converted") for earlier in current)
+            history = _continued(before, event["seq"]) if before and new else current
+            processes[-1] = [*(earlier for earlier in history if earlier["seq"] < event["seq"]), event]
         else:
-            events.append(event)
-    return events
+            processes[-1].append(event)
+    return processes[-1] if processes else []
 
 
 def _continued(before: list[list[dict[str, Any]]], seq: int) -> list[dict[str, Any]]:
@@ -107,5 +107,4 @@ def _continued(before: list[list[dict[str, Any]]], seq: int) -> list[dict[str, A
 
     A process in between may have stopped before it could go on, and then has left no more than its beginning.
     """
-    reached = [min(events[-1]["seq"] + 1, seq) for events in before]
-    return before[max(range(len(before)), key=lambda process: (reached[process], process))]
+    return max(reversed(before), key=lambda events: min(events[-1]["seq"] + 1, seq))

@@ -14,8 +14,8 @@ from dyrep.errors import EditRolledBackWarning, UnmeasuredEditWarning, warn
 from dyrep.surgery import ranks
 from dyrep.surgery.divergence import find_origin
 from dyrep.surgery.edits import Edit
-from dyrep.surgery.folding import drift, eval_outputs, full_precision, train_outputs
-from dyrep.surgery.preserve import Forward, device_of, preserved
+from dyrep.surgery.folding import as_compared, drift, eval_outputs, train_outputs
+from dyrep.surgery.preserve import Forward, device_of
 from dyrep.surgery.undo import Snapshot
 
 
@@ -77,7 +77,7 @@ class EditGuard:
                     # norms that synchronise would wait there for the other ranks
                     return "on this rank, in training mode alone"
                 otherwise = "what is made of the model's output" if self._forward is None else "what forward= returns"
-                with preserved(self._model, training=mode == "training"), full_precision(self._model):
+                with as_compared(self._model, training=mode == "training"):
                     origin = find_origin(self._model, self._batch, self._forward, otherwise=otherwise)
                 return f"it began, in {mode} mode, with {origin}"
         return "another rank says where it began"

@@ -19,6 +19,7 @@ from dyrep.engine.world import World
 from dyrep.errors import CheckpointError, ConfigError
 from dyrep.models.backbones import load_backbone_
 from dyrep.records import PLAIN
+from dyrep.surgery.folding import named_tensors
 from dyrep.surgery.preserve import run_batch
 from dyrep.wording import beginning
 
@@ -61,10 +62,11 @@ def _find_shapes_(model: nn.Module, example: Any, lazy: str) -> None:
     try:
         run_batch(model.eval(), example)
     except Exception as error:
-        shape = "x".join(map(str, example.shape if isinstance(example, Tensor) else example[0][0].shape))
+        _, images = next(named_tensors(example))
         raise ConfigError(
-            f"{lazy!r} of the model has no shape before it has run, and it does not run on images of {shape}: "
-            f"{beginning(error)}. Run it once, in eval mode, in the function that makes it"
+            f"{lazy!r} of the model has no shape before it has run, and it does not run on images of "
+            f"{'x'.join(map(str, images.shape))}: {beginning(error)}. Run it once, in eval mode, in the function that "
+            "makes it"
         ) from error
     model.train()
 

@@ -176,32 +176,36 @@ def verify(
 @torch.no_grad()
 def eval_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
     """A model's outputs in eval mode, by name, in its own precision; the model is left as it was."""
-    with preserved(model, training=False), full_precision(model):
+    with as_compared(model, training=False):
         return floating(run_batch(model, batch, forward))
 
 
 @torch.no_grad()
 def train_outputs(model: nn.Module, batch: Any, forward: Forward | None = None) -> dict[str, Tensor]:
     """A model's outputs in training mode, by name, in its own precision; the model is left as it was."""
-    with preserved(model, training=True), full_precision(model):
+    with as_compared(model, training=True):
         return floating(run_batch(model, batch, forward))
 
 
 @contextmanager
-def full_precision(model: nn.Module) -> Iterator[None]:
-    """Switch autocast and TF32 off: their rounding is larger than any difference worth finding.
+def as_compared(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Run a model as its outputs are compared, which leaves it as it was.
+
+    Autocast and TF32 are off: their rounding is larger than any difference worth finding.
 
     Args:
-        model: it says of which device.
+        model: the model that is going to run.
+        training: mode to run it in.
 
     Example:
         >>> layer, x = nn.Linear(2, 2), torch.ones(1, 2)
-        >>> with torch.autocast("cpu", torch.bfloat16), full_precision(layer):
-        ...     layer(x).dtype
-        torch.float32
+        >>> with torch.autocast("cpu", torch.bfloat16), as_compared(layer, training=False):
+        ...     layer(x).dtype, layer.training
+        (torch.float32, False)
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     with (
+        preserved(model, training=training),
         _without_tf32(cudnn, getattr(cudnn, "conv", None)),
         _without_tf32(matmul, matmul),
         torch.autocast(device_of(model).type, enabled=False),
