@@ -113,8 +113,10 @@ def test_once_nothing_fits_into_the_limit_nothing_is_scored():
     assert controller.update(BATCHES) == []
     train_epoch(model, optimizer, BATCHES)
     assert [event["grown_out"] for event in controller.events[2:]] == [True, True, False]
+    assert [event["batches"] for event in controller.events[2:]] == [2, 1, 1]  # which need not be read to grow nothing
     assert [edit.layer for edit in controller.epoch_end(BATCHES)] == ["5"]
     assert controller.events[-1]["grown_out"]
+    assert controller.events[-1]["batches"] == 2
     assert not controller.scorer.read().means["snip"]
 
 

@@ -204,7 +204,7 @@ class DyRep:
     def update(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Expand and cut now, whatever the schedule says; past ``absorb_after`` nothing is scored that could grow.
 
-        Up to ``calibration_batches`` batches are held in memory meanwhile.
+        Up to ``calibration_batches`` batches are held in memory meanwhile; one, where nothing more fits into the limit.
 
         Raises:
             DyRepError: nothing can be expanded because no optimizer step was seen, the data does not serve, or ranks
@@ -217,7 +217,10 @@ class DyRep:
             made = self._updater.update(model, scores, data, self._seed(stream=0))
             return made, {"scores": scores, "scored_steps": seen.steps, "skipped_steps": seen.skipped}
 
-        return self._change(batches, change)
+        config = self.config
+        # where nothing more can grow, the network is only looked after: is it sound, and does it still fill its limit
+        wanted = 1 if self._updater.grown_out else max(config.calibration_batches, config.grasp_batches)
+        return self._change(batches, wanted, change)
 
     def absorb(self, batches: Iterable[Any] | None = None) -> list[Edit]:
         """Absorb all branches now, whatever the schedule says; what is left is the plain network, which goes on.
@@ -233,14 +236,15 @@ class DyRep:
             DyRepError: the data does not serve, or ranks disagree; the model and its optimizer are as they were.
         """
         none = {"scores": {}, "scored_steps": 0, "skipped_steps": 0}
-        return self._change(batches, lambda model, data: (self._updater.absorb(model, data), none))
+        return self._change(batches, 1, lambda model, data: (self._updater.absorb(model, data), none))
 
     def _change(
         self,
         batches: Iterable[Any] | None,
+        wanted: int,
         change: Callable[[nn.Module, list[Any] | None], tuple[Update, dict[str, Any]]],
     ) -> list[Edit]:
-        """Change the structure, let everything that belongs to the model follow, and log it."""
+        """Change the structure by that many batches, let everything that belongs to the model follow, and log it."""
         if self._closed:
             raise DyRepError("this controller was closed, so it has seen no steps since: make another one")
         began = time.perf_counter()
@@ -252,7 +256,6 @@ class DyRep:
             if ranks.agree(len(kept), device_of(model)):  # an average may be kept by one of the ranks alone
                 ranks.broadcast_(kept, device_of(model))
         with preserved_randomness(model, batches):
-            wanted = max(self.config.calibration_batches, self.config.grasp_batches)
             data = read_batches(batches, wanted, device_of(model), self._distributed)
             first = None if self.updates else self._updater.costs(model, data)
             made, grounds = change(model, data)

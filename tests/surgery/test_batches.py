@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dyrep.errors import CalibrationError, DesyncError
 from dyrep.surgery.batches import read_batches
@@ -18,6 +19,20 @@ def test_one_batch_in_place_of_a_loader_is_refused_and_a_list_of_it_is_not(singl
     with pytest.raises(CalibrationError, match=told):
         read_batches(single, 20, CPU)
     assert read_batches([BATCHES[0]], 20, CPU) == [BATCHES[0]]
+
+
+def test_a_data_set_in_place_of_a_loader_is_refused_and_one_that_iterates_over_batches_is_not():
+    class Batches(IterableDataset):
+        def __iter__(self):
+            return iter(BATCHES)
+
+    examples = TensorDataset(*BATCHES[0])
+    told = r"are a data set \(a TensorDataset\), which holds single examples: give a DataLoader of it"
+    with pytest.raises(CalibrationError, match=told):
+        read_batches(examples, 20, CPU)
+    (images, _), *_ = read_batches(DataLoader(examples, batch_size=4), 20, CPU)
+    assert torch.equal(images, BATCHES[0][0][:4])
+    assert read_batches(Batches(), 20, CPU) == BATCHES
 
 
 def test_no_more_is_read_than_is_wanted():

@@ -146,10 +146,24 @@ def test_options_that_schedulers_add_do_not_make_another_kind_of_optimizer(sched
     del saved["groups"][0]["options"]["amsgrad"]
     load_state_by_name_(optimizers["present"], model, saved)
     assert optimizers["present"].param_groups[0]["amsgrad"] is False
-    with pytest.raises(OptimizerError, match=r"another kind of optimizer: it has amsgrad, betas, .* and SGD has damp"):
+    with pytest.raises(OptimizerError, match=r"another kind of optimizer, Adam has amsgrad, betas, .* and SGD has damp"):
         load_state_by_name_(
             torch.optim.SGD(model.parameters(), lr=0.1), model, state_by_name(optimizers["present"], model)
         )
+
+
+def test_state_of_an_optimizer_with_the_same_options_and_more_is_refused_by_its_name():
+    """Adam has all options of Adamax, whose steps would fail on Adam's state."""
+    model = conv_bn_net()
+    adam, adamax = torch.optim.Adam(model.parameters()), torch.optim.Adamax(model.parameters())
+    train_step(model, adam, images(1)[0])
+    saved = state_by_name(adam, model)
+    with pytest.raises(OptimizerError, match=r"another kind of optimizer, Adam has amsgrad, .*fused among its options"):
+        load_state_by_name_(adamax, model, saved)
+    with pytest.raises(OptimizerError, match=r"another kind of optimizer, Adam has amsgrad, .*fused among its options"):
+        load_state_by_name_(adam, model, state_by_name(adamax, model))
+    newer = {**saved["groups"][0], "options": {**saved["groups"][0]["options"], "of_a_later_version": True}}
+    load_state_by_name_(adam, model, {**saved, "groups": [newer]})
 
 
 def test_parameters_outside_the_model_survive_edits_and_the_round_trip():

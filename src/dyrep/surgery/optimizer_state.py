@@ -100,7 +100,8 @@ def state_by_name(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         {names[id(p)]: dict(values) for p, values in kept.items() if id(p) in names} for kept in states_of(optimizer)
     ]
     dtypes = {names[id(p)]: str(p.dtype) for group in optimizer.param_groups for p in group["params"]}
-    saved = {"format": _FORMAT, "groups": groups, "state": state, "dtypes": dtypes}
+    kind = type(optimizer).__name__
+    saved = {"format": _FORMAT, "kind": kind, "groups": groups, "state": state, "dtypes": dtypes}
     return {**saved, "outer": outer} if any(outer) else saved
 
 
@@ -124,15 +125,17 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
             f"the saved optimizer state does not fit: {counted(len(saved['groups']), 'group')} saved, "
             f"{len(optimizer.param_groups)} here{told}. Build model and optimizer as in the saved run"
         )
+    kind, ours = saved.get("kind"), type(optimizer).__name__  # earlier versions did not save it
     for group, stored in zip(optimizer.param_groups, saved["groups"], strict=True):
         # later versions of the same optimizer have more options, and schedulers keep some of their own among them
         lacking = set(optimizer.defaults) - set(stored["options"])
         unknown = set(stored["options"]) - set(group) - _OF_SCHEDULERS
-        if lacking and unknown:
+        if (lacking and unknown) or ((lacking or unknown) and kind not in (None, ours)):
+            options = {kind or "it": unknown, ours: lacking}
+            told = ", and ".join(f"{name} has {', '.join(sorted(has)[:3])}" for name, has in options.items() if has)
             raise OptimizerError(
-                f"the saved state is that of another kind of optimizer: it has {', '.join(sorted(unknown)[:3])}, and "
-                f"{type(optimizer).__name__} has {', '.join(sorted(lacking)[:3])}. Build the optimizer as in the saved "
-                "run"
+                f"the saved state is that of another kind of optimizer, {told} among its options. Build the optimizer "
+                "as in the saved run"
             )
     given = {
         name: group["param_names"][i]
