@@ -9,9 +9,11 @@ from torch import nn
 from dyrep.block import RepConv
 from dyrep.branches import BRANCHES
 from dyrep.norm import BranchNorm
+from dyrep.scaling import ChannelScale
 from strategies import grown_block, randomize_norms_
 
 with_and_without_bias = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+either_mode = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 
 def full_block(dtype: torch.dtype = torch.float64, **arguments) -> RepConv:
@@ -21,7 +23,16 @@ def full_block(dtype: torch.dtype = torch.float64, **arguments) -> RepConv:
 
 
 def images(dtype: torch.dtype = torch.float64, batch: int = 3) -> torch.Tensor:
-    return torch.randn(batch, 4, 6, 5, dtype=dtype)
+    return torch.randn(batch, 4, 6, 5, dtype=dtype) * 1.3 + 0.4
+
+
+@torch.no_grad()
+def randomize_(module: nn.Module) -> None:
+    """Like `randomize_norms_`, for scales too."""
+    randomize_norms_(module)
+    for scale in module.modules():
+        if isinstance(scale, ChannelScale):
+            scale.weight.copy_(torch.randn(scale.weight.shape, dtype=torch.float64))
 
 
 def add_origin_norm_(block: RepConv) -> RepConv:

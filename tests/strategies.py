@@ -16,6 +16,8 @@ from dyrep.norm import BranchNorm
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+RELATIVES = ("KxK-2", "1x1-DCT", "DW-1x1")
+"""Branches of other methods, whose maps are among those of the original kernel."""
 
 
 @dataclass

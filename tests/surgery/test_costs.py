@@ -9,6 +9,7 @@ from torch import nn
 
 import dyrep
 from dyrep.surgery.costs import Positions, added_macs
+from strategies import RELATIVES
 from surgery_helpers import assert_same_picture, conv_bn_net, images, picture
 
 
@@ -95,9 +96,6 @@ CONVS = {
     "even and dilated": ({"kernel_size": 2, "padding": "same", "dilation": 2}, 6, 6),
     "asymmetric stride": ({"kernel_size": 3, "padding": 1, "stride": (1, 2)}, 6, 8),
 }
-
-
-RELATIVES = ("KxK-2", "1x1-DCT", "DW-1x1")
 
 
 @pytest.mark.parametrize("width", [1, 2])
