@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from dyrep.block import RepConv, as_block_
 from dyrep.branches import branch_options, make_branch
+from dyrep.branches.options import RELATIVES
 from dyrep.geometry import ConvGeometry
 from dyrep.norm import BranchNorm
 
 CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-RELATIVES = ("KxK-2", "1x1-DCT", "DW-1x1")
-"""Branches of other methods, whose maps are among those of the original kernel."""
+OF_OTHER_METHODS = ("KxK-2", *RELATIVES)
+"""Branches beside those of the paper: a copy of the original kernel, and OREPA's."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from blocks import either_mode, images, randomize_, with_and_without_bias
 from dyrep.block import RepConv, as_block_, as_plain_, branch_for, origin_scaling_for
 from dyrep.errors import IneligibleLayerError
 from dyrep.norm import BranchNorm
-from strategies import CONVS, PADDING_MODES, RELATIVES, conv_cases, possible_branches, relative_error
+from strategies import CONVS, OF_OTHER_METHODS, PADDING_MODES, conv_cases, possible_branches, relative_error
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 every_ndim = pytest.mark.parametrize("ndim", [1, 2, 3])
@@ -22,7 +22,7 @@ every_ndim = pytest.mark.parametrize("ndim", [1, 2, 3])
 def linear_block(conv: nn.Module, names: tuple[str, ...] | None = None, origin_scale: bool = True) -> RepConv:
     """A convolution with branches that have a scale and no norm."""
     block = as_block_(conv)
-    names = (*possible_branches(conv), *RELATIVES) if names is None else names
+    names = (*possible_branches(conv), *OF_OTHER_METHODS) if names is None else names
     block.set_branches_({name: branch_for(block, name, scaling="linear") for name in names})
     if origin_scale:
         block.origin_norm = origin_scaling_for(block, "linear")

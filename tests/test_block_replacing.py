@@ -16,9 +16,9 @@ from dyrep.branches import BRANCHES
 from dyrep.errors import BranchError, IneligibleLayerError, StructureError
 from dyrep.norm import BranchNorm
 from dyrep.passing import PassedNorm
-from strategies import RELATIVES, relative_error
+from strategies import OF_OTHER_METHODS, relative_error
 
-REPLACING = (*BRANCHES, *RELATIVES)
+REPLACING = (*BRANCHES, *OF_OTHER_METHODS)
 EPS = 1e-3  # of the replaced norm, and of the norms in its place
 
 

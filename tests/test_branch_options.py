@@ -10,7 +10,7 @@ from torch import nn
 from dyrep.branches import BRANCHES, BranchOption, branch_option, branch_options, make_branch
 from dyrep.errors import BranchError
 from dyrep.geometry import ConvGeometry
-from strategies import RELATIVES, conv_cases, fitting_branch
+from strategies import OF_OTHER_METHODS, conv_cases, fitting_branch
 
 
 def options(conv: nn.Module) -> dict[str, BranchOption]:
@@ -23,8 +23,8 @@ def test_options_name_every_branch_and_make_branch_agrees_with_them(case):
     conv = case.conv()
     found = options(conv)
     assert tuple(found) == BRANCHES
-    found |= {name: branch_option(name, ConvGeometry.of(conv)) for name in RELATIVES}
-    assert all(found[name].possible and found[name].duplicate for name in RELATIVES)
+    found |= {name: branch_option(name, ConvGeometry.of(conv)) for name in OF_OTHER_METHODS}
+    assert all(found[name].possible and found[name].duplicate for name in OF_OTHER_METHODS)
     for name, option in found.items():
         assert bool(option.reason) == (not option.possible or option.duplicate)
         if option.possible:

@@ -26,8 +26,8 @@ from dyrep.errors import BranchError
 from dyrep.geometry import ConvGeometry
 from strategies import (
     CONVS,
+    OF_OTHER_METHODS,
     PADDING_MODES,
-    RELATIVES,
     carrying,
     conv_cases,
     fitting_branch,
@@ -36,7 +36,7 @@ from strategies import (
     relative_error,
 )
 
-EVERY_BRANCH = (*BRANCHES, *RELATIVES)
+EVERY_BRANCH = (*BRANCHES, *OF_OTHER_METHODS)
 
 
 @settings(max_examples=220, deadline=None, derandomize=True)
@@ -44,7 +44,7 @@ EVERY_BRANCH = (*BRANCHES, *RELATIVES)
 def test_every_possible_branch_computes_what_its_folded_kernel_does_in_the_origin(case):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         conv, x = case.conv(dtype), case.input(dtype)
-        for name in (*possible_branches(conv), *RELATIVES):
+        for name in (*possible_branches(conv), *OF_OTHER_METHODS):
             branch = fitting_branch(name, conv).eval()
             kernel, bias = branch.folded(torch.float64)
             with torch.no_grad():
@@ -186,7 +186,7 @@ def test_every_branch_is_the_matrix_of_the_operations_it_is_named_after(case, bi
     conv = nn.Conv2d(*arguments.pop("channels"), bias=bias, dtype=torch.float64, **arguments)
     geometry = ConvGeometry.of(conv)
     basis = torch.eye(conv.in_channels * 20, dtype=torch.float64).reshape(-1, conv.in_channels, *image)
-    for name in (*possible_branches(conv), *RELATIVES):
+    for name in (*possible_branches(conv), *OF_OTHER_METHODS):
         branch = fitting_branch(name, conv).eval()
         with torch.no_grad():
             nothing = branch(geometry.branch_input(torch.zeros_like(basis[:1])))
@@ -283,7 +283,7 @@ def test_a_scale_only_inner_norm_is_the_published_1x1_kxk_in_training(groups, st
 def test_an_image_smaller_than_the_reach_of_a_dilated_even_kernel(ndim, kernel, dilation, padding, size):
     conv = CONVS[ndim - 1](2, 2, kernel, padding=padding, dilation=dilation, bias=False, dtype=torch.float64)
     x = torch.randn(2, 2, *(size if isinstance(size, tuple) else (size,)), dtype=torch.float64)
-    for name in (*possible_branches(conv), *RELATIVES):
+    for name in (*possible_branches(conv), *OF_OTHER_METHODS):
         branch = fitting_branch(name, conv).eval()
         plain = carrying(conv, *branch.folded(torch.float64))
         assert relative_error(branch(ConvGeometry.of(conv).branch_input(x)), plain(x)) <= 1e-10, name
@@ -392,7 +392,7 @@ def test_weights_come_from_the_generator_alone(name):
     assert all(p.isfinite().all() for p in first)
 
 
-@pytest.mark.parametrize("name", ["1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", *RELATIVES])
+@pytest.mark.parametrize("name", ["1x1", "1x1-KxK", "1x1-AVG", "1xK", "Kx1", *OF_OTHER_METHODS])
 def test_weights_spread_like_those_of_torch(name):
     geometry = ConvGeometry.of(nn.Conv2d(16, 32, 3, padding=1, groups=2))
     for module in make_branch(name, geometry, shift=False).modules():

@@ -89,7 +89,7 @@ def test_a_model_that_cannot_be_copied_begins_and_grows():
     assert controller.epoch_end(BATCHES)
 
 
-def test_once_nothing_fits_into_the_limit_nothing_is_scored():
+def test_once_nothing_fits_into_the_limit_nothing_is_scored_and_one_batch_is_read():
     begun, _, _ = begin()
     limit = dyrep.costs(begun, BATCHES[0]).macs / dyrep.costs(make_net(), BATCHES[0]).macs
     model, optimizer, controller = begin(macs_limit=limit, branches=("1x1",), score="snip")
@@ -113,7 +113,7 @@ def test_once_nothing_fits_into_the_limit_nothing_is_scored():
     assert controller.update(BATCHES) == []
     train_epoch(model, optimizer, BATCHES)
     assert [event["grown_out"] for event in controller.events[2:]] == [True, True, False]
-    assert [event["batches"] for event in controller.events[2:]] == [2, 1, 1]  # which need not be read to grow nothing
+    assert [event["batches"] for event in controller.events[2:]] == [2, 1, 1]
     assert [edit.layer for edit in controller.epoch_end(BATCHES)] == ["5"]
     assert controller.events[-1]["grown_out"]
     assert controller.events[-1]["batches"] == 2

@@ -97,7 +97,7 @@ def test_a_state_whose_optimizer_does_not_fit_changes_nothing():
 def test_the_state_of_another_kind_of_optimizer_is_refused():
     state = start(**SETTINGS)[2].state_dict()
     model, _, controller = start(optimizer="adamw", **SETTINGS)
-    message = "has dampening, momentum, nesterov, and AdamW has amsgrad, betas"
+    message = "has dampening, momentum, nesterov, and AdamW here has amsgrad, betas"
     with pytest.raises(OptimizerError, match=message):
         controller.load_state_dict(state)
     assert controller.optimizer.param_groups[0]["lr"] == 1e-3

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -36,6 +39,26 @@ def conv_bn_net(dtype: torch.dtype = torch.float32, channels: int = 6) -> nn.Seq
 def images(count: int, batch: int = 4, channels: int = 3, size: int = 8, dtype: torch.dtype = torch.float32) -> list:
     """Batches of random images, each with an offset and a scale of its own."""
     return [torch.randn(batch, channels, size, size, dtype=dtype) * (1 + 0.1 * i) + 0.2 for i in range(count)]
+
+
+def unbiased_variance(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).flatten(1).var(dim=1)
+
+
+def global_states() -> tuple:
+    name, keys, *rest = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), (name, keys.tolist(), *rest)
+
+
+class Named(nn.Module):
+    """Takes its image by name, with a mask beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+
+    def forward(self, pixels: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.conv(pixels if mask is None else pixels * mask)
 
 
 def relative_change(after: Tensor, before: Tensor) -> float:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dyrep.errors import CalibrationError, DesyncError
 from dyrep.surgery.batches import read_batches
@@ -11,28 +10,6 @@ from training import make_batches, member, start, train_epoch
 
 BATCHES = make_batches()
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("single", [BATCHES[0], BATCHES[0][0], {"x": BATCHES[0][0]}], ids=["tuple", "Tensor", "dict"])
-def test_one_batch_in_place_of_a_loader_is_refused_and_a_list_of_it_is_not(single):
-    told = r"are a single one \(a (tuple|Tensor|dict)\): give the loader, or a list"
-    with pytest.raises(CalibrationError, match=told):
-        read_batches(single, 20, CPU)
-    assert read_batches([BATCHES[0]], 20, CPU) == [BATCHES[0]]
-
-
-def test_a_data_set_in_place_of_a_loader_is_refused_and_one_that_iterates_over_batches_is_not():
-    class Batches(IterableDataset):
-        def __iter__(self):
-            return iter(BATCHES)
-
-    examples = TensorDataset(*BATCHES[0])
-    told = r"are a data set \(a TensorDataset\), which holds single examples: give a DataLoader of it"
-    with pytest.raises(CalibrationError, match=told):
-        read_batches(examples, 20, CPU)
-    (images, _), *_ = read_batches(DataLoader(examples, batch_size=4), 20, CPU)
-    assert torch.equal(images, BATCHES[0][0][:4])
-    assert read_batches(Batches(), 20, CPU) == BATCHES
 
 
 def test_no_more_is_read_than_is_wanted():

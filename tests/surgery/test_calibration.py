@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import copy
-import random
-from collections import namedtuple
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import dyrep
 from dyrep.block import RepConv
 from dyrep.errors import CalibrationError
 from dyrep.norm import BranchNorm
-from surgery_helpers import assert_same_picture, conv_bn_net, images, picture
-
-
-def unbiased_variance(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).flatten(1).var(dim=1)
+from surgery_helpers import Named, assert_same_picture, conv_bn_net, global_states, images, picture, unbiased_variance
 
 
 def channel_mean(x: Tensor) -> Tensor:
@@ -104,85 +96,6 @@ def test_calibrated_origin_norm_is_the_identity_around_the_statistics_of_the_out
         torch.testing.assert_close(norm.running_mean, mean_of(channel_mean(y) for y in outputs), **close)
     else:
         assert norm.bias is norm.running_mean is None
-
-
-class Noisy(Dataset):
-    """Every item draws from all three global generators."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return torch.randn(3, 8, 8) + float(np.random.rand()) + random.random(), index
-
-
-def global_states() -> tuple:
-    name, keys, *rest = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), (name, keys.tolist(), *rest)
-
-
-def dropping_net() -> nn.Sequential:
-    return nn.Sequential(nn.Dropout(0.5), *conv_bn_net())
-
-
-def make_loader(kind: str) -> DataLoader:
-    generator = torch.Generator().manual_seed(3)
-    if kind == "loader generator":
-        return DataLoader(Noisy(), batch_size=4, shuffle=True, generator=generator)
-    if kind == "sampler generator":
-        return DataLoader(Noisy(), batch_size=4, sampler=RandomSampler(Noisy(), generator=generator))
-    return DataLoader(Noisy(), batch_size=4, shuffle=True)
-
-
-@pytest.mark.parametrize("kind", ["loader generator", "sampler generator", "global generator"])
-def test_random_number_generators_and_the_order_of_a_loader_are_left_alone(kind):
-    model, loader, untouched = dropping_net(), make_loader(kind), make_loader(kind)
-    weights = torch.Generator().manual_seed(0)
-    states = global_states()
-    dyrep.expand_(model, "4", calibration=loader, calibration_batches=2, generator=weights)
-    assert global_states() == states
-    torch.manual_seed(11)
-    order = [index for _, labels in loader for index in labels.tolist()]
-    torch.manual_seed(11)
-    expected = [index for _, labels in untouched for index in labels.tolist()]
-    assert order == expected
-    assert sorted(order) == list(range(24))
-
-
-class Recorder(nn.Module):
-    """Notes the modes of a model during its forward passes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[list[bool]] = []
-        self.watched: list[nn.Module] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append([module.training for module in self.watched])
-        return x
-
-
-@pytest.mark.parametrize("state", ["training", "frozen norm", "eval"])
-def test_modes_and_buffers_of_the_model_are_left_alone(state):
-    model = nn.Sequential(Recorder(), *dropping_net())
-    model[0].watched = [model[1], model[3]]
-    model.train(state != "eval")
-    if state == "frozen norm":
-        model[3].eval()
-    dyrep.expand_(model, "2", ["1x1"])
-    norms = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, BranchNorm))]
-    assert len(norms) == 3
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    identities = {name: id(buffer) for name, buffer in model.named_buffers()}
-    assert any(name.endswith("num_batches_tracked") for name in buffers)
-    dyrep.expand_(model, "5", calibration=images(3))
-    assert all(module.training == mode for module, mode in modes)
-    after = dict(model.named_buffers())
-    for name, buffer in buffers.items():
-        assert torch.equal(after[name], buffer), name
-        assert id(after[name]) == identities[name], name
-    assert model[0].seen == [[True, state != "frozen norm"]] * 3
 
 
 def test_only_the_new_norms_of_an_expanded_conv_are_measured():
@@ -275,61 +188,6 @@ def test_conv_called_twice_is_measured_on_both_calls_of_every_batch():
     expected = mean_of(unbiased_variance(x) for x in (*batches, *seconds))
     torch.testing.assert_close(model.conv.branches["residual"].norm.running_var, expected, rtol=1e-12, atol=0)
     assert model.after.calls == 1
-
-
-class Named(nn.Module):
-    """Takes its image by name, with a mask beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3, padding=1, bias=False)
-
-    def forward(self, pixels: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.conv(pixels if mask is None else pixels * mask)
-
-
-Pair = namedtuple("Pair", ["pixels", "label"])
-
-
-@pytest.mark.parametrize(
-    ("wrap", "arguments"),
-    [
-        (lambda x: x, {}),
-        (lambda x: (x, torch.zeros(4)), {}),
-        (lambda x: [x, torch.zeros(4)], {}),
-        (lambda x: Pair(x, torch.zeros(4)), {}),
-        (lambda x: {"pixels": x, "label": torch.zeros(4)}, {}),
-        (lambda x: {"pixels": 2 * x, "mask": torch.tensor(0.5), "label": torch.zeros(4)}, {}),
-        (lambda x: ({"pixels": x}, torch.zeros(4)), {}),
-        (lambda x: {"image": x}, {"forward": lambda model, batch: model(batch["image"])}),
-        (lambda x: "a path", {"forward": lambda model, _: model(images_in_file())}),
-    ],
-    ids=["tensor", "tuple", "list", "namedtuple", "dict", "dict of two", "dict in tuple", "forward", "forward of str"],
-)
-def test_batches_of_every_kind_reach_the_model(wrap, arguments):
-    model = Named()
-    x = images_in_file()
-    dyrep.expand_(model, "conv", ["1x1"], calibration=[wrap(x)], **arguments)
-    with torch.no_grad():
-        expected = unbiased_variance(F.conv2d(x, model.conv.branches["1x1"].conv.weight))
-    torch.testing.assert_close(model.conv.branches["1x1"].norm.running_var, expected, rtol=1e-5, atol=0)
-
-
-def images_in_file() -> Tensor:
-    return torch.linspace(-1, 1, 4 * 3 * 64).reshape(4, 3, 8, 8).sin()
-
-
-class Passing(Named):
-    """Accepts anything by name."""
-
-    def forward(self, **inputs: Tensor) -> Tensor:
-        return self.conv(inputs["image"])
-
-
-def test_model_that_takes_any_keyword_gets_the_whole_dict():
-    model = Passing()
-    dyrep.expand_(model, "conv", ["1x1"], calibration=[{"image": images_in_file(), "label": torch.zeros(4)}])
-    assert list(model.conv.branches) == ["1x1"]
 
 
 @pytest.mark.parametrize(
@@ -528,52 +386,3 @@ def test_hooks_that_make_something_else_of_the_output_are_not_measured(kind, set
         assert dyrep.costs(model, batches[0]).macs > 0
     ours, theirs = hooked.state_dict(), plain.state_dict()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-
-
-class Features(dict):
-    """A batch as some libraries make them: a dict with its entries as attributes."""
-
-    __getattr__ = dict.__getitem__
-
-
-class Samples(list):
-    """A batch that cannot be made anew from its entries."""
-
-    def __init__(self, size, entries):
-        super().__init__(entries)
-        self.size = size
-
-
-@pytest.mark.parametrize("make", [lambda x: Features(pixels=x), lambda x: Samples(4, [x])], ids=["dict", "list"])
-def test_batches_reach_forward_as_the_objects_that_they_are(make):
-    seen, batches = [], [make(x) for x in images(2)]
-
-    def forward(model, batch):
-        seen.append(batch)
-        return model(batch.pixels if isinstance(batch, Features) else batch[0])
-
-    dyrep.expand_(conv_bn_net(), "3", ["1x1"], calibration=batches, forward=forward)
-    assert all(ours is theirs for ours, theirs in zip(seen, batches, strict=True))
-
-
-def test_a_batch_without_a_tensor_is_refused_by_what_it_begins_with():
-    batch = (np.zeros((2, 3, 8, 8), dtype=np.float32), 0)
-    with pytest.raises(CalibrationError, match="in a batch of type tuple that begins with a ndarray"):
-        dyrep.expand_(conv_bn_net(), "3", ["1x1"], calibration=[batch])
-
-
-@pytest.mark.parametrize("attribute", ["loader", "iterable"])
-def test_the_order_of_a_loader_inside_another_object_is_left_alone(attribute):
-    class Prefetcher:
-        def __init__(self, loader):
-            setattr(self, attribute, loader)
-
-        def __iter__(self):
-            return iter(getattr(self, attribute))
-
-    generator = torch.Generator().manual_seed(3)
-    data = [x[0] for x in images(8)]
-    loader = Prefetcher(DataLoader(data, batch_size=2, shuffle=True, generator=generator))
-    before = generator.get_state()
-    dyrep.expand_(conv_bn_net(), "3", ["1x1"], calibration=loader)
-    assert torch.equal(generator.get_state(), before)

@@ -9,7 +9,7 @@ from torch import nn
 
 import dyrep
 from dyrep.surgery.costs import Positions, added_macs
-from strategies import RELATIVES
+from strategies import OF_OTHER_METHODS
 from surgery_helpers import assert_same_picture, conv_bn_net, images, picture
 
 
@@ -112,7 +112,7 @@ def test_predicted_multiply_adds_equal_those_measured_after_the_expansion(kind, 
     assert dyrep.costs(model, x).macs - before.macs == predicted
 
 
-@pytest.mark.parametrize("branches", [[name] for name in RELATIVES] + [["KxK-2", "KxK-3", "1x1-DCT"]], ids=str)
+@pytest.mark.parametrize("branches", [[name] for name in OF_OTHER_METHODS] + [["KxK-2", "KxK-3", "1x1-DCT"]], ids=str)
 @pytest.mark.parametrize("kind", CONVS)
 def test_predicted_multiply_adds_of_copies_and_other_methods_branches_equal_those_measured(kind, branches):
     arguments, in_channels, out_channels = CONVS[kind]
@@ -133,7 +133,7 @@ def test_copy_of_a_pointwise_convolution_costs_what_it_does():
     assert dyrep.costs(model, x).macs == 2 * before.macs
 
 
-@pytest.mark.parametrize("branch", [*dyrep.BRANCHES, *RELATIVES])
+@pytest.mark.parametrize("branch", [*dyrep.BRANCHES, *OF_OTHER_METHODS])
 def test_predicted_multiply_adds_of_every_branch_alone_equal_those_measured(branch):
     model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1))
     x = torch.randn(1, 4, 8, 8)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from dyrep.errors import CalibrationError, DesyncError
 from dyrep.surgery import ranks
@@ -28,7 +26,7 @@ def read_batches(
             or None, or raise: one that went on by itself would wait for the others for ever.
 
     Raises:
-        CalibrationError: there are no batches in it, or it is a single batch.
+        CalibrationError: there are no batches in it, or it is no loader of batches, see `iterate`.
         DesyncError: another rank has none, or could not read its own.
 
     Example:
@@ -39,7 +37,6 @@ def read_batches(
     found, refused = None, None
     try:
         if batches is not None:
-            _refuse_what_holds_no_batches(batches)
             found = list(islice(iterate(batches), count))
             if not found:
                 raise CalibrationError("no batches in what was given (empty, or used up): give a loader or a list")
@@ -55,17 +52,3 @@ def read_batches(
             "why): give batches on every rank, or on none"
         )
     return found
-
-
-def _refuse_what_holds_no_batches(batches: Any) -> None:
-    """Raise if something is one batch, or holds single examples, where a loader of batches is asked for."""
-    kind = type(batches).__name__
-    parts = batches if isinstance(batches, (tuple, list)) else ()
-    differ = all(isinstance(part, Tensor) for part in parts) and len({part.dim() for part in parts}) > 1
-    if isinstance(batches, (Tensor, Mapping)) or differ:
-        raise CalibrationError(f"these batches are a single one (a {kind}): give the loader, or a list, [batch]")
-    if isinstance(batches, Dataset) and not isinstance(batches, Iterable):
-        raise CalibrationError(
-            f"these batches are a data set (a {kind}), which holds single examples: give a DataLoader of it, with "
-            "batch_size=None if its items are batches"
-        )

@@ -130,12 +130,13 @@ def load_state_by_name_(optimizer: Optimizer, model: nn.Module, saved: Mapping[s
         # later versions of the same optimizer have more options, and schedulers keep some of their own among them
         lacking = set(optimizer.defaults) - set(stored["options"])
         unknown = set(stored["options"]) - set(group) - _OF_SCHEDULERS
-        if (lacking and unknown) or ((lacking or unknown) and kind not in (None, ours)):
-            options = {kind or "it": unknown, ours: lacking}
-            told = ", and ".join(f"{name} has {', '.join(sorted(has)[:3])}" for name, has in options.items() if has)
+        renamed = lacking and unknown
+        if renamed or ((lacking or unknown) and kind not in (None, ours)):
+            differing = ((kind or "it", unknown), (f"{ours} here", lacking))
+            told = ", and ".join(f"{name} has {', '.join(sorted(has)[:3])}" for name, has in differing if has)
             raise OptimizerError(
-                f"the saved state is that of another kind of optimizer, {told} among its options. Build the optimizer "
-                "as in the saved run"
+                f"the saved state is that of another kind or version of optimizer: {told} among its options. Build "
+                "the optimizer as in the saved run"
             )
     given = {
         name: group["param_names"][i]

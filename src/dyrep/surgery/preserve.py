@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dyrep.errors import CalibrationError
 from dyrep.execution import eagerly
@@ -69,7 +70,11 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
     """Iterate over batches without disturbing whoever is iterating over them already.
 
     A loader with persistent workers has a single iterator, which starting another one would reset.
+
+    Raises:
+        CalibrationError: these are no batches, but a single one, or a data set of single examples.
     """
+    _refuse_what_holds_no_batches(batches)
     if getattr(batches, "persistent_workers", False) and getattr(batches, "_iterator", None) is not None:
         batches = copy.copy(batches)
         batches._iterator = None  # type: ignore[attr-defined]
@@ -151,6 +156,20 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def device_of(model: nn.Module) -> torch.device:
     """Where a model's first parameter lives."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _refuse_what_holds_no_batches(batches: Any) -> None:
+    """Raise if something is one batch, or holds single examples, where a loader of batches is asked for."""
+    kind = type(batches).__name__
+    parts = batches if isinstance(batches, (tuple, list)) else ()
+    differ = all(isinstance(part, Tensor) for part in parts) and len({part.dim() for part in parts}) > 1
+    if isinstance(batches, (Tensor, Mapping)) or differ:
+        raise CalibrationError(f"these batches are a single one (a {kind}): give the loader, or a list, [batch]")
+    if isinstance(batches, Dataset) and not isinstance(batches, Iterable):
+        raise CalibrationError(
+            f"these batches are a data set (a {kind}), which holds single examples: give a DataLoader of it, with "
+            "batch_size=None if its items are batches"
+        )
 
 
 def _generators_of(batches: Any) -> Iterable[torch.Generator]:
