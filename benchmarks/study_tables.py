@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import against_baseline
-from comparisons import COMPARISONS
+from comparisons import COMPARISONS, Comparison
 from runs import short, told
 
 from dyrep.reproduce import STUDIES
@@ -127,16 +127,21 @@ def missing_studies() -> str:
     titles = {name: f"`{name}` ({comparison.title})" for name, comparison in COMPARISONS.items()}
     choosing = [titles[name] for name in COMPARISONS if COMPARISONS[name].held_out and not selection_table(name)]
     parts = [f"{', '.join(choosing)}: `{command('STUDY', 'selection')}`."] if choosing else []
-    runs = json.loads((ROOT / "results" / "selection.json").read_text())["runs"]
-    begun = {run["flags"] for run in runs}
     for name, comparison in COMPARISONS.items():
-        usual = list(comparison.arms.items())[: comparison.usual]
-        lacking = [arm for arm, flags in usual if flags not in begun]
-        if comparison.held_out and lacking and selection_table(name):
+        lacking = not_begun(comparison, "selection") if comparison.held_out else ()
+        if lacking and selection_table(name):
             parts.append(f"Of `{name}`: {'; '.join(lacking)}.")
     if not cifar_table():
         parts.append(f"{titles['table']}: `{command('table', 'cifar')}`.")
+    elif lacking := not_begun(COMPARISONS["table"], "cifar"):
+        parts.append(f"Of `table` ({COMPARISONS['table'].title}): {'; '.join(lacking)}.")
     return " ".join(parts) or "Nothing."
+
+
+def not_begun(comparison: Comparison, file: str) -> list[str]:
+    """Its usual arms that a result file has no run of."""
+    begun = {run["flags"] for run in json.loads((ROOT / "results" / f"{file}.json").read_text())["runs"]}
+    return [arm for arm, flags in list(comparison.arms.items())[: comparison.usual] if flags not in begun]
 
 
 def cifar_table() -> str:
