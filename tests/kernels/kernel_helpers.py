@@ -17,7 +17,7 @@ from torch import Tensor
 import dyrep.kernels
 
 CUDA = torch.cuda.is_available()
-OURS = [f"{name}_triton" for name in ("assembling", "casting", "moments", "patching", "pooling", "summing")]
+OURS = [f"{name}_triton" for name in ("assembling", "casting", "dividing", "moments", "patching", "pooling", "summing")]
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -21,13 +21,12 @@ def formula(
     parts: list[Part],
     scales: Tensor,
     size: Pair,
-    identity: Tensor | None = None,
-    identity_tap: Pair = (0, 0),
+    identity: Pair | None = None,
 ) -> Tensor:
     like = parts[0].kernel if base is None else base
     shape = (*like.shape[:2], *size)
     total = torch.zeros(shape, dtype=torch.float64, device=like.device) if base is None else base.double()
-    for part, scale in zip(parts, scales.double(), strict=True):
+    for part, scale in zip(parts, scales.double()[: len(parts)], strict=True):
         w = part.kernel.double()
         w = scale[:, None, None, None] * w
         if part.spread:
@@ -40,8 +39,8 @@ def formula(
         return total
     eye = torch.eye(shape[1], dtype=torch.float64, device=like.device).repeat(shape[0] // shape[1] + 1, 1)[: shape[0]]
     large = torch.zeros(shape, dtype=torch.float64, device=like.device)
-    large[:, :, identity_tap[0], identity_tap[1]] = eye
-    return total + identity.double()[:, None, None, None] * large
+    large[:, :, identity[0], identity[1]] = eye
+    return total + scales.double()[-1, :, None, None, None] * large
 
 
 def all_kinds(setting: Setting, channels: Pair, size: Pair, *, inner: bool = False) -> list[Part]:
@@ -63,25 +62,23 @@ def check(
     base: Tensor | None,
     parts: list[Part],
     size: Pair,
-    identity_tap: Pair | None = None,
+    identity: Pair | None = None,
     tolerance: float | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     outputs = (parts[0].kernel if base is None else base).shape[0]
-    scales = setting.wide.randn(len(parts), outputs)
-    identity = None if identity_tap is None else setting.wide.randn(outputs)
-    where = {"identity": identity, "identity_tap": identity_tap or (0, 0)}
-    kernel = assemble(base, parts, scales, size=size, dtype=dtype or setting.dtype, **where)
+    scales = setting.wide.randn(len(parts) + (identity is not None), outputs)
+    kernel = assemble(base, parts, scales, size=size, identity=identity, dtype=dtype or setting.dtype)
     assert kernel.dtype == (dtype or setting.dtype)
-    inputs = [part.kernel for part in parts] + [x for x in (scales if parts else None, identity, base) if x is not None]
-    return agree([kernel], [formula(base, parts, scales, size, **where)], inputs, tolerance or setting.tolerance)
+    inputs = [part.kernel for part in parts] + [x for x in (scales, base) if x is not None and len(x)]
+    return agree([kernel], [formula(base, parts, scales, size, identity)], inputs, tolerance or setting.tolerance)
 
 
 @both_layouts
 def test_kernel_and_all_gradients_are_those_of_the_formula(setting, inner):
     parts = all_kinds(setting, (6, 3), (3, 3), inner=inner)
     base = setting.randn(6, 3, 3, 3, inner=inner)
-    check(setting, base, parts, (3, 3), identity_tap=(1, 1))
+    check(setting, base, parts, (3, 3), (1, 1))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
@@ -101,8 +98,8 @@ def test_any_number_of_channels_and_groups_can_be_assembled(single, channels, in
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_identity_is_that_of_a_convolution_with_groups(single, groups):
     nothing = Part(torch.zeros(4, 4 // groups, 1, 1, device=single.device))
-    ones = torch.ones(4, device=single.device)
-    kernel = assemble(None, [nothing], ones[None], size=(3, 3), identity=ones, identity_tap=(1, 1), dtype=single.dtype)
+    ones = torch.ones(2, 4, device=single.device)
+    kernel = assemble(None, [nothing], ones, size=(3, 3), identity=(1, 1), dtype=single.dtype)
     x = single.randn(2, 4, 5, 5, grad=False)
     assert torch.equal(F.conv2d(x.double(), kernel.double(), padding=1, groups=groups), x.double())
 
@@ -120,10 +117,9 @@ def test_there_can_be_many_parts(single):
 
 
 def test_without_parts_it_is_the_base_and_the_identity(single):
-    base, identity = single.randn(3, 3, 3, 3, grad=False), single.randn(3, grad=False)
-    none = torch.empty(0, 3, device=single.device)
-    kernel = assemble(base, [], none, size=(3, 3), identity=identity, identity_tap=(1, 1), dtype=single.dtype)
-    close(kernel, formula(base, [], none, (3, 3), identity, (1, 1)), 1e-6)
+    base, scales = single.randn(3, 3, 3, 3, grad=False), single.randn(1, 3, grad=False)
+    kernel = assemble(base, [], scales, size=(3, 3), identity=(1, 1), dtype=single.dtype)
+    close(kernel, formula(base, [], scales, (3, 3), (1, 1)), 1e-6)
 
 
 def test_without_parts_there_are_gradients(single):
@@ -188,25 +184,12 @@ def test_gradients_go_only_where_they_are_wanted(single):
     agree([out], [formula(None, [fixed, trained], scales, (3, 3))], [trained.kernel], 1e-5)
 
 
-def test_rows_of_larger_matrices_serve_as_scales(single):
-    all_scales = single.randn(3, 5)
-    parts = all_kinds(single, (5, 5), (3, 3))[:2]
-    where = {"identity": all_scales[-1], "identity_tap": (1, 1)}
-    out = assemble(None, parts, all_scales[:2], size=(3, 3), dtype=single.dtype, **where)
-    agree([out], [formula(None, parts, all_scales[:2], (3, 3), **where)], [all_scales], 1e-5)
-
-
-@pytest.mark.parametrize("which", ["scales", "identity"])
-def test_scales_may_be_views(single, which):
-    scales, identity = single.randn(2, 5), single.randn(5)
-    if which == "scales":
-        scales = single.slice_of(scales)
-    else:
-        identity = single.slice_of(identity)
+@pytest.mark.parametrize("identity", [None, (1, 1)], ids=str)
+def test_scales_may_be_views(single, identity):
+    scales = single.slice_of(single.randn(2 + (identity is not None), 5))
     parts = all_kinds(single, (5, 5), (3, 3))[:2]
     out = assemble(None, parts, scales, size=(3, 3), identity=identity, dtype=single.dtype)
-    expected = formula(None, parts, scales, (3, 3), identity)
-    agree([out], [expected], [part.kernel for part in parts] + [scales, identity], 1e-5)
+    agree([out], [formula(None, parts, scales, (3, 3), identity)], [part.kernel for part in parts] + [scales], 1e-5)
 
 
 def test_kernels_may_overlap_or_have_gaps(single):
@@ -249,7 +232,7 @@ def test_an_output_channel_fits_one_program_up_to_a_size(triton_only, shape, exp
 def test_what_does_not_fit_gets_its_gradients_from_pytorch(triton_only, monkeypatch):
     from dyrep.kernels import assembling_triton
 
-    monkeypatch.delattr(assembling_triton, "backward")
+    monkeypatch.delattr(assembling_triton, "backward_")
     parts = all_kinds(triton_only, (2, 1030), (3, 3))[:3]
     check(triton_only, triton_only.randn(2, 1030, 3, 3), parts, (3, 3))
 
@@ -260,13 +243,13 @@ def test_double_precision_is_kept_where_kernels_would_not(triton_only):
 
 
 @both_layouts
-@pytest.mark.parametrize("based", [False, True], ids=["no base", "base"])
+@pytest.mark.parametrize("based", [False, True], ids=["no base", "base and identity"])
 def test_the_operator_is_registered_as_pytorch_wants_it(inner, based):
     setting = Setting("cpu", torch.float32)
     kernels = [setting.randn(4, 2, 1, 1, inner=inner), setting.randn(4, 2, 3, 3, inner=inner)]
-    base, identity = (setting.randn(4, 2, 3, 3, inner=inner), setting.randn(4)) if based else (None, None)
+    base, identity = (setting.randn(4, 2, 3, 3, inner=inner), [1, 1]) if based else (None, [])
     places = [1, 1, 0, 0, 0, 0]
-    arguments = (base, kernels, setting.randn(2, 4), places, identity, [1, 1], [3, 3], torch.bfloat16)
+    arguments = (base, kernels, setting.randn(3 if based else 2, 4), places, identity, [3, 3], torch.bfloat16)
     torch.library.opcheck(torch.ops.dyrep.assemble.default, arguments, test_utils=OPCHECKS)
 
 

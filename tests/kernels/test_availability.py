@@ -20,6 +20,7 @@ from dyrep.kernels import (
     fan_out,
     normalised_sum,
     patches,
+    scales,
     second_moments,
     statistics,
     unavailable,
@@ -104,7 +105,8 @@ def run_everything(setting: Setting) -> None:
     total = normalised_sum(None, [read[0]], channels, None, 1e-5)[0].sum() + statistics([read[1]])[1].sum()
     total = total + second_moments(x)[1].sum() + average_pool(read[2], (3, 3), (1, 1), (1, 1)).sum()
     weight = setting.randn(3, 3, 1, 1)
-    kernel = assemble(None, [Part(weight, (1, 1))], channels, size=(3, 3), dtype=setting.dtype)
+    rows = scales([channels[0]], [setting.randn(3, grad=False).square()], 1e-5).to(channels.dtype)
+    kernel = assemble(None, [Part(weight, (1, 1))], rows, size=(3, 3), dtype=setting.dtype)
     total = total + kernel.sum() + cast_all([weight], torch.bfloat16)[0].float().sum()
     patches(x, (3, 3), (1, 1), (1, 1), (1, 1))
     total.backward()
@@ -133,8 +135,10 @@ def test_every_operator_runs_as_kernels_where_they_can_run(triton_only, monkeypa
     run_everything(triton_only)
     assert seen == {
         "assembling_triton.assemble_",
-        "assembling_triton.backward",
+        "assembling_triton.backward_",
         "casting_triton.copy_all_",
+        "dividing_triton.backward_",
+        "dividing_triton.scale_",
         "moments_triton.second_moments",
         "patching_triton.write_patches_",
         "pooling_triton.pool",

@@ -90,10 +90,9 @@ class _Folding:
         kernel = assemble(
             None if block.origin_norm is not None else block.weight,  # zero where the origin is left out
             parts,
-            scales[: len(parts)],
+            scales,
             size=cast("tuple[int, int]", g.kernel_size),
-            identity=scales[-1] if len(parts) < len(folds) else None,
-            identity_tap=cast("tuple[int, int]", g.identity_tap or (0, 0)),
+            identity=cast("tuple[int, int]", g.identity_tap) if len(parts) < len(folds) else None,
             dtype=self._dtype,
         )
         return kernel, shift

@@ -209,15 +209,14 @@ class _Sum:
         norms = [fold.norm for fold in folds]
         scales, shift = scales_and_shift(norms, [f.mean for f in folds], [f.var for f in folds])
         parts = [fold.part for fold in folds if fold.part is not None]
-        tap = cast("tuple[int, int]", g.identity_tap or (0, 0))
         small = not self._linear_origin  # then all that is folded is pointwise
+        tap = (0, 0) if small else cast("tuple[int, int]", g.identity_tap)
         kernel = assemble(
             None if small else block.weight,
             [Part(part.kernel) for part in parts] if small else parts,
-            scales[: len(parts)],
+            scales,
             size=cast("tuple[int, int]", g.point if small else g.kernel_size),
-            identity=scales[-1] if len(parts) < len(folds) else None,
-            identity_tap=(0, 0) if small else tap,
+            identity=tap if len(parts) < len(folds) else None,
             dtype=self._dtype,
         )
         if small:

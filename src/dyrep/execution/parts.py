@@ -13,7 +13,7 @@ from dyrep import algebra
 from dyrep.branches.kinds import AverageBranch, Branch, PointwiseKernelBranch, SmallKernelBranch
 from dyrep.branches.options import pools_by_convolution
 from dyrep.geometry import ConvGeometry
-from dyrep.kernels import Part, average_pool
+from dyrep.kernels import Part, average_pool, scales
 from dyrep.norm import BranchNorm
 from dyrep.scaling import Scaling
 
@@ -121,14 +121,13 @@ def scales_and_shift(
 ) -> tuple[Tensor, Tensor | None]:
     """γ / σ of several norms, a row for each, and what β - γ μ / σ adds up to where they have a shift."""
     gammas, betas = zip(*(norm.affine() for norm in norms), strict=True)
-    spread = torch.rsqrt(torch.stack(list(variances)) + norms[0].eps)
-    scales = torch.stack([wide(gamma) for gamma in gammas]) * spread
+    rows = scales(list(gammas), list(variances), norms[0].eps)
     if betas[0] is None or means is None:
-        return scales, None
+        return rows, None
     shift = None
-    for beta, scale, mean in zip(betas, scales, means, strict=True):  # not one sum: the gradients of all β would be one
+    for beta, scale, mean in zip(betas, rows, means, strict=True):  # not one sum: the gradients of all β would be one
         shift = add(shift, wide(beta) - scale * mean)
-    return scales, shift
+    return rows, shift
 
 
 def part_of(branch: Branch) -> Part | None:

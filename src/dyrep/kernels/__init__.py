@@ -7,6 +7,7 @@ both. Triton is imported when a kernel is first launched; ``import dyrep`` does 
 from dyrep.kernels.assembling import Part, assemble
 from dyrep.kernels.availability import unavailable
 from dyrep.kernels.casting import cast_all
+from dyrep.kernels.dividing import scales
 from dyrep.kernels.fanning import fan_out
 from dyrep.kernels.moments import second_moments
 from dyrep.kernels.patching import patches
@@ -21,6 +22,7 @@ __all__ = [
     "fan_out",
     "normalised_sum",
     "patches",
+    "scales",
     "second_moments",
     "statistics",
     "unavailable",

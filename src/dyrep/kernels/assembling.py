@@ -39,8 +39,7 @@ def assemble(
     scales: Tensor,
     *,
     size: tuple[int, int],
-    identity: Tensor | None = None,
-    identity_tap: tuple[int, int] = (0, 0),
+    identity: tuple[int, int] | None = None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Add kernels up.
@@ -48,10 +47,9 @@ def assemble(
     Args:
         base: a kernel of full size that is added as it is.
         parts: kernels that are scaled.
-        scales: shape ``(parts, out)``, in float32 or wider.
+        scales: shape ``(parts, out)``, in float32 or wider; one row more for the identity matrix.
         size: height and width of the result.
-        identity: scale of the identity matrix (per group), shape ``(out,)``.
-        identity_tap: where it goes.
+        identity: at which tap the identity matrix (per group) goes; None: there is none.
         dtype: of the result.
 
     Example:
@@ -63,22 +61,21 @@ def assemble(
     """
     places = [int(value) for part in parts for value in (*part.tap, part.spread)]
     kernels = [part.kernel for part in parts]
-    identity = None if identity is None else identity.contiguous()
-    return _assemble(base, kernels, scales.contiguous(), places, identity, list(identity_tap), list(size), dtype)
+    tap = list(identity or ())
+    return _assemble(base, kernels, scales.contiguous(), places, tap, list(size), dtype)
 
 
 @operator(
     "assemble",
-    "(Tensor? base, Tensor[] kernels, Tensor scales, int[] places, Tensor? identity, int[] identity_tap, "
-    "int[] size, ScalarType dtype) -> Tensor",
+    "(Tensor? base, Tensor[] kernels, Tensor scales, int[] places, int[] identity, int[] size, ScalarType dtype) "
+    "-> Tensor",
 )
 def _assemble(
     base: Tensor | None,
     kernels: list[Tensor],
     scales: Tensor,
     places: list[int],
-    identity: Tensor | None,
-    identity_tap: list[int],
+    identity: list[int],
     size: list[int],
     dtype: torch.dtype,
 ) -> Tensor:
@@ -87,16 +84,16 @@ def _assemble(
     if runs_triton(like, *kernels, scales, out):
         from dyrep.kernels import assembling_triton
 
-        assembling_triton.assemble_(out, base, kernels, scales, places, identity, identity_tap)
+        assembling_triton.assemble_(out, base, kernels, scales, places, identity)
         return out
     total = torch.zeros(out.shape, dtype=scales.dtype, device=out.device)
     if base is not None:
         total += base
-    for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
+    for kernel, scale, place in zip(kernels, scales[: len(kernels)], _by_part(places), strict=True):
         total += scale[:, None, None, None] * _placed(kernel.to(scales.dtype), size, place)
-    if identity is not None:
-        rows = torch.arange(len(identity), device=out.device)
-        total[rows, rows % total.shape[1], identity_tap[0], identity_tap[1]] += identity
+    if identity:
+        rows = torch.arange(len(total), device=out.device)
+        total[rows, rows % total.shape[1], identity[0], identity[1]] += scales[-1]
     return out.copy_(total)
 
 
@@ -106,8 +103,7 @@ def _(
     kernels: list[Tensor],
     scales: Tensor,
     places: list[int],
-    identity: Tensor | None,
-    identity_tap: list[int],
+    identity: list[int],
     size: list[int],
     dtype: torch.dtype,
 ) -> Tensor:
@@ -116,38 +112,44 @@ def _(
 
 @operator(
     "assemble_backward",
-    "(Tensor grad, Tensor[] kernels, Tensor scales, int[] places) -> (Tensor[], Tensor)",
+    "(Tensor grad, Tensor[] kernels, Tensor scales, int[] places, int[] identity) -> (Tensor[], Tensor)",
 )
 def _assemble_backward(
-    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]
+    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], identity: list[int]
 ) -> tuple[list[Tensor], Tensor]:
     """Gradients of the kernels and of their scales."""
+    grads, along = [torch.empty_like(kernel) for kernel in kernels], torch.empty_like(scales)
+    if identity:
+        inputs = grad.shape[1]
+        blocks = grad[:, :, identity[0], identity[1]].reshape(-1, inputs, inputs)  # one for each group
+        along[-1].copy_(blocks.diagonal(dim1=1, dim2=2).reshape(-1))
     if _by_triton(grad, *kernels, scales):
         from dyrep.kernels import assembling_triton
 
-        return assembling_triton.backward(grad, kernels, scales, places)
+        assembling_triton.backward_(grads, along, grad, kernels, scales, places)
+        return grads, along
     wide = grad.to(scales.dtype)
-    grads, along = [], []
-    for kernel, scale, place in zip(kernels, scales, _by_part(places), strict=True):
+    for j, (kernel, place) in enumerate(zip(kernels, _by_part(places), strict=True)):
         top, left, spread = place
         w = kernel.to(scales.dtype)
         here = wide[:, :, top : top + w.shape[2], left : left + w.shape[3]]
         part = wide.mean((2, 3), keepdim=True) if spread else here
-        grads.append(torch.empty_like(kernel).copy_(scale[:, None, None, None] * part))
-        along.append((part * w).sum((1, 2, 3)))
-    return grads, torch.stack(along) if along else torch.empty_like(scales)
+        grads[j].copy_(scales[j][:, None, None, None] * part)
+        along[j].copy_((part * w).sum((1, 2, 3)))
+    return grads, along
 
 
 @_assemble_backward.register_fake
-def _(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]) -> tuple[list[Tensor], Tensor]:
+def _(
+    grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int], identity: list[int]
+) -> tuple[list[Tensor], Tensor]:
     return [torch.empty_like(kernel) for kernel in kernels], torch.empty_like(scales)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    base, kernels, scales, ctx.places, identity, ctx.tap, _, _ = inputs
+    base, kernels, scales, ctx.places, ctx.identity, _, _ = inputs
     ctx.save_for_backward(*kernels, scales)
     ctx.base_dtype = None if base is None else base.dtype
-    ctx.identity_dtype = None if identity is None else identity.dtype
     ctx.memory_format = memory_format_of(output)
 
 
@@ -155,14 +157,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     *kernels, scales = ctx.saved_tensors
     grad = grad.contiguous(memory_format=ctx.memory_format)
     along_base = None if ctx.base_dtype is None else grad.to(ctx.base_dtype)
-    grads, along_scales = _assemble_backward(grad, kernels, scales, ctx.places)
-    along_identity = None
-    if ctx.identity_dtype is not None:
-        inputs = grad.shape[1]
-        blocks = grad[:, :, ctx.tap[0], ctx.tap[1]].reshape(-1, inputs, inputs)  # one for each group
-        along_identity = blocks.diagonal(dim1=1, dim2=2).reshape(-1).to(ctx.identity_dtype)
-    nothing: list[Any] | None = None if ctx.places else []  # torch takes an empty list of numbers for one of tensors
-    return along_base, grads, along_scales, nothing, along_identity, None, None, None
+    grads, along_scales = _assemble_backward(grad, kernels, scales, ctx.places, ctx.identity)
+    # torch takes an empty list of numbers for one of tensors
+    nothing: list[list[Any] | None] = [None if numbers else [] for numbers in (ctx.places, ctx.identity)]
+    return along_base, grads, along_scales, *nothing, None, None
 
 
 _assemble.register_autograd(_backward, setup_context=_remember)

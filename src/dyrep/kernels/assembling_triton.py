@@ -21,8 +21,7 @@ def assemble_(
     kernels: list[Tensor],
     scales: Tensor,
     places: list[int],
-    identity: Tensor | None,
-    tap: list[int],
+    identity: list[int],
 ) -> None:
     """Write the sum into ``out``."""
     slots = -(-max(len(kernels), 1) // _SLOTS) * _SLOTS  # few different numbers, or it is compiled for every structure
@@ -31,18 +30,18 @@ def assemble_(
     filled = (kernels or [out]) + [(kernels or [out])[0]] * (slots - max(len(kernels), 1))
     channels, taps, inputs = _tile(out)
     _assemble_kernel[(out.shape[0], triton.cdiv(out.shape[1], inputs))](
-        out, out if base is None else base, tuple(filled), scales, scales if identity is None else identity,
-        tuple(facts), tuple(out.stride()), tuple((out if base is None else base).stride()), channels,
-        tap[0] * out.shape[3] + tap[1], len(kernels), out.shape[2], out.shape[3],
-        base is not None, identity is not None, slots, inputs, taps, num_warps=_warps(inputs * taps),
+        out, out if base is None else base, tuple(filled), scales, tuple(facts), tuple(out.stride()),
+        tuple((out if base is None else base).stride()), channels,
+        identity[0] * out.shape[3] + identity[1] if identity else 0, len(kernels), out.shape[2], out.shape[3],
+        base is not None, bool(identity), slots, inputs, taps, num_warps=_warps(inputs * taps),
     )  # fmt: skip
 
 
-def backward(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]) -> tuple[list[Tensor], Tensor]:
-    """Gradients of the kernels and of their scales."""
-    grads = [torch.empty_like(kernel) for kernel in kernels]
+def backward_(
+    grads: list[Tensor], along: Tensor, grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[int]
+) -> None:
+    """Write the gradients of the kernels and, into rows of ``along``, of their scales."""
     inputs, taps = next_power_of_two(grad.shape[1]), next_power_of_two(grad.shape[2] * grad.shape[3])
-    along = torch.empty_like(scales)
     for j, (kernel, out, facts) in enumerate(zip(kernels, grads, _facts(kernels, places, grad.shape), strict=True)):
         spread = bool(places[3 * j + 2])
         own = taps if spread else next_power_of_two(kernel.shape[2] * kernel.shape[3])
@@ -51,7 +50,6 @@ def backward(grad: Tensor, kernels: list[Tensor], scales: Tensor, places: list[i
             grad.shape[2], grad.shape[3], kernel.shape[2], kernel.shape[3], own, spread, inputs,
             num_warps=_warps(inputs * own),
         )  # fmt: skip
-    return grads, along
 
 
 def fits(kernel: Tensor) -> bool:
@@ -84,7 +82,7 @@ def _facts(kernels: list[Tensor], places: list[int], size: torch.Size) -> list[l
 
 @triton.jit(do_not_specialize=["channels", "identity_tap", "count"])
 def _assemble_kernel(
-    out, base, kernels, scales, identity, facts, out_strides, base_strides, channels, identity_tap, count,
+    out, base, kernels, scales, facts, out_strides, base_strides, channels, identity_tap, count,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, HAS_BASE: tl.constexpr, HAS_IDENTITY: tl.constexpr,
     SLOTS: tl.constexpr, INPUTS: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +103,8 @@ def _assemble_kernel(
             w = tl.load(kernels[j] + where, mask=valid, other=0.0).to(tl.float32)
             total += tl.load(scales + j * tl.num_programs(0) + o) / facts[9 * j + 8] * w
     if HAS_IDENTITY:
-        total += tl.where((i == o % channels) & (t == identity_tap), tl.load(identity + o).to(tl.float32), 0.0)
+        scale = tl.load(scales + count * tl.num_programs(0) + o)
+        total += tl.where((i == o % channels) & (t == identity_tap), scale, 0.0)
     where = o * out_strides[0] + i * out_strides[1] + row * out_strides[2] + column * out_strides[3]
     tl.store(out + where, total.to(out.dtype.element_ty), mask=inside)
 

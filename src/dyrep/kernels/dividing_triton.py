@@ -1,0 +1,79 @@
+"""`scales` as Triton kernels: a program for some channels of every norm."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 128
+_SLOTS = 8
+
+
+def scale_(out: Tensor, gammas: list[Tensor], variances: list[Tensor], eps: float) -> None:
+    """Write γ / σ of every norm into a row of ``out``."""
+    slots = _slots(gammas)
+    _scale_kernel[(triton.cdiv(out.shape[1], _TILE),)](
+        out, _filled(gammas, slots), _filled(variances, slots), _strides(gammas, slots), _strides(variances, slots),
+        eps, out.shape[1], len(gammas), slots, _TILE,
+    )  # fmt: skip
+
+
+def backward_(
+    of_gammas: list[Tensor], of_variances: list[Tensor], grad: Tensor, gammas: list[Tensor], variances: list[Tensor],
+    eps: float,
+) -> None:  # fmt: skip
+    """Write the gradients of every γ, and of every variance if there is room for them."""
+    slots = _slots(gammas)
+    _scale_backward_kernel[(triton.cdiv(grad.shape[1], _TILE),)](
+        _filled(of_gammas, slots), _filled(of_variances or of_gammas, slots), grad, _filled(gammas, slots),
+        _filled(variances, slots), _strides(of_gammas, slots), _strides(of_variances or of_gammas, slots),
+        _strides(gammas, slots), _strides(variances, slots), eps, grad.shape[1], len(gammas), bool(of_variances),
+        slots, _TILE,
+    )  # fmt: skip
+
+
+def _slots(tensors: list[Tensor]) -> int:
+    return -(-len(tensors) // _SLOTS) * _SLOTS  # few different numbers, or it is compiled for every structure
+
+
+def _filled(tensors: list[Tensor], slots: int) -> tuple[Tensor, ...]:
+    return (*tensors, *[tensors[0]] * (slots - len(tensors)))
+
+
+def _strides(tensors: list[Tensor], slots: int) -> tuple[int, ...]:
+    return tuple(tensor.stride(0) for tensor in _filled(tensors, slots))
+
+
+@triton.jit(do_not_specialize=["channels", "count"])
+def _scale_kernel(
+    out, gammas, variances, g_strides, v_strides, eps, channels, count, SLOTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = c < channels
+    for j in tl.static_range(SLOTS):
+        if j < count:
+            variance = tl.load(variances[j] + c * v_strides[j], mask=mask, other=1.0).to(tl.float32)
+            gamma = tl.load(gammas[j] + c * g_strides[j], mask=mask, other=0.0).to(tl.float32)
+            tl.store(out + j * channels + c, gamma * tl.rsqrt(variance + eps), mask=mask)
+
+
+@triton.jit(do_not_specialize=["channels", "count"])
+def _scale_backward_kernel(
+    of_gammas, of_variances, grad, gammas, variances, og_strides, ov_strides, g_strides, v_strides, eps, channels,
+    count, WITH_VARIANCES: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    c = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    mask = c < channels
+    for j in tl.static_range(SLOTS):
+        if j < count:
+            along = tl.load(grad + j * channels + c, mask=mask, other=0.0).to(tl.float32)
+            variance = tl.load(variances[j] + c * v_strides[j], mask=mask, other=1.0).to(tl.float32)
+            spread = tl.rsqrt(variance + eps)
+            to = of_gammas[j] + c * og_strides[j]
+            tl.store(to, (along * spread).to(of_gammas[j].dtype.element_ty), mask=mask)
+            if WITH_VARIANCES:
+                gamma = tl.load(gammas[j] + c * g_strides[j], mask=mask, other=0.0).to(tl.float32)
+                value = -0.5 * along * gamma * spread * spread * spread
+                to = of_variances[j] + c * ov_strides[j]
+                tl.store(to, value.to(of_variances[j].dtype.element_ty), mask=mask)
