@@ -60,6 +60,14 @@ def test_what_it_is_made_of_may_be_views(single):
         agree([scales(gammas, these, EPS)], [formula(gammas, these)], leaves, 1e-5)
 
 
+def test_running_variances_may_move_on_before_the_gradient_is_asked_for(single):
+    gammas, variances = norms(single, 2, 5, trained=False)
+    out, exact = scales(gammas, variances, EPS), formula(gammas, [variance.clone() for variance in variances])
+    for variance in variances:
+        variance.mul_(2)
+    agree([out], [exact], gammas, 1e-5)
+
+
 def test_two_calls_give_the_same_bits(single):
     gammas, variances = norms(single, 3, 300)
     results = []

@@ -28,61 +28,68 @@ def scales(gammas: list[Tensor], variances: list[Tensor], eps: float) -> Tensor:
         tensor([[0.5000, 2.0000]])
     """
     if runs_triton(*gammas, *variances):
-        return _scales(gammas, variances, eps)
+        return _scales(gammas, variances, eps)[0]
     spread = torch.rsqrt(torch.stack(variances) + eps)
     return torch.stack([gamma.to(spread.dtype) for gamma in gammas]) * spread
 
 
-@operator("scales", "(Tensor[] gammas, Tensor[] variances, float eps) -> Tensor")
-def _scales(gammas: list[Tensor], variances: list[Tensor], eps: float) -> Tensor:
+@operator("scales", "(Tensor[] gammas, Tensor[] variances, float eps) -> (Tensor, Tensor)")
+def _scales(gammas: list[Tensor], variances: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    """The scales, and 1 / σ: a running variance may have moved on before the gradient is asked for."""
     from dyrep.kernels import dividing_triton
 
-    out = torch.empty(len(gammas), len(gammas[0]), dtype=torch.float32, device=gammas[0].device)
-    dividing_triton.scale_(out, gammas, variances, eps)
-    return out
+    out, inverse = _rows(gammas), _rows(gammas)
+    dividing_triton.scale_(out, inverse, gammas, variances, eps)
+    return out, inverse
 
 
 @_scales.register_fake
-def _(gammas: list[Tensor], variances: list[Tensor], eps: float) -> Tensor:
+def _(gammas: list[Tensor], variances: list[Tensor], eps: float) -> tuple[Tensor, Tensor]:
+    return _rows(gammas), _rows(gammas)
+
+
+def _rows(gammas: list[Tensor]) -> Tensor:
     return torch.empty(len(gammas), len(gammas[0]), dtype=torch.float32, device=gammas[0].device)
 
 
 @operator(
     "scales_backward",
-    "(Tensor grad, Tensor[] gammas, Tensor[] variances, float eps, bool with_variances) -> (Tensor[], Tensor[])",
+    "(Tensor grad, Tensor inverse, Tensor[] gammas, Tensor[] variances) -> (Tensor[], Tensor[])",
 )
 def _scales_backward(
-    grad: Tensor, gammas: list[Tensor], variances: list[Tensor], eps: float, with_variances: bool
+    grad: Tensor, inverse: Tensor, gammas: list[Tensor], variances: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of every γ, and of all variances that are given."""
     from dyrep.kernels import dividing_triton
 
-    along = _like(gammas, variances, with_variances)
-    dividing_triton.backward_(*along, grad, gammas, variances, eps)
+    along = _like(gammas), _like(variances)
+    dividing_triton.backward_(*along, grad, inverse, gammas)
     return along
 
 
 @_scales_backward.register_fake
 def _(
-    grad: Tensor, gammas: list[Tensor], variances: list[Tensor], eps: float, with_variances: bool
+    grad: Tensor, inverse: Tensor, gammas: list[Tensor], variances: list[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    return _like(gammas, variances, with_variances)
+    return _like(gammas), _like(variances)
 
 
-def _like(gammas: list[Tensor], variances: list[Tensor], with_variances: bool) -> tuple[list[Tensor], list[Tensor]]:
-    return [torch.empty_like(x) for x in gammas], [torch.empty_like(x) for x in variances] if with_variances else []
+def _like(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in tensors]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    gammas, variances, ctx.eps = inputs
-    ctx.save_for_backward(*gammas, *variances)
-    ctx.with_variances = any(variance.requires_grad for variance in variances)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    gammas, variances, _ = inputs
+    ctx.count = len(gammas)
+    trained = any(variance.requires_grad for variance in variances)
+    ctx.save_for_backward(output[1], *gammas, *(variances if trained else ()))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    saved = list(ctx.saved_tensors)
-    gammas, variances = saved[: len(saved) // 2], saved[len(saved) // 2 :]
-    of_gammas, of_variances = _scales_backward(grad.contiguous(), gammas, variances, ctx.eps, ctx.with_variances)
-    return of_gammas, of_variances or [None] * len(variances), None
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    inverse, *saved = ctx.saved_tensors
+    gammas, variances = saved[: ctx.count], saved[ctx.count :]
+    of_gammas, of_variances = _scales_backward(grad.contiguous(), inverse, gammas, variances)
+    return of_gammas, of_variances or [None] * ctx.count, None
 
 
 _scales.register_autograd(_backward, setup_context=_remember)

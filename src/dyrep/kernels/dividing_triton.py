@@ -10,26 +10,24 @@ _TILE = 128
 _SLOTS = 8
 
 
-def scale_(out: Tensor, gammas: list[Tensor], variances: list[Tensor], eps: float) -> None:
-    """Write γ / σ of every norm into a row of ``out``."""
+def scale_(out: Tensor, inverse: Tensor, gammas: list[Tensor], variances: list[Tensor], eps: float) -> None:
+    """Write γ / σ of every norm into a row of ``out``, and 1 / σ into one of ``inverse``."""
     slots = _slots(gammas)
     _scale_kernel[(triton.cdiv(out.shape[1], _TILE),)](
-        out, _filled(gammas, slots), _filled(variances, slots), _strides(gammas, slots), _strides(variances, slots),
-        eps, out.shape[1], len(gammas), slots, _TILE,
+        out, inverse, _filled(gammas, slots), _filled(variances, slots), _strides(gammas, slots),
+        _strides(variances, slots), eps, out.shape[1], len(gammas), slots, _TILE,
     )  # fmt: skip
 
 
 def backward_(
-    of_gammas: list[Tensor], of_variances: list[Tensor], grad: Tensor, gammas: list[Tensor], variances: list[Tensor],
-    eps: float,
-) -> None:  # fmt: skip
+    of_gammas: list[Tensor], of_variances: list[Tensor], grad: Tensor, inverse: Tensor, gammas: list[Tensor]
+) -> None:
     """Write the gradients of every γ, and of every variance if there is room for them."""
-    slots = _slots(gammas)
+    slots, others = _slots(gammas), of_variances or of_gammas
     _scale_backward_kernel[(triton.cdiv(grad.shape[1], _TILE),)](
-        _filled(of_gammas, slots), _filled(of_variances or of_gammas, slots), grad, _filled(gammas, slots),
-        _filled(variances, slots), _strides(of_gammas, slots), _strides(of_variances or of_gammas, slots),
-        _strides(gammas, slots), _strides(variances, slots), eps, grad.shape[1], len(gammas), bool(of_variances),
-        slots, _TILE,
+        _filled(of_gammas, slots), _filled(others, slots), grad, inverse, _filled(gammas, slots),
+        _strides(of_gammas, slots), _strides(others, slots), _strides(gammas, slots), grad.shape[1], len(gammas),
+        bool(of_variances), slots, _TILE,
     )  # fmt: skip
 
 
@@ -47,7 +45,8 @@ def _strides(tensors: list[Tensor], slots: int) -> tuple[int, ...]:
 
 @triton.jit(do_not_specialize=["channels", "count"])
 def _scale_kernel(
-    out, gammas, variances, g_strides, v_strides, eps, channels, count, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    out, inverse, gammas, variances, g_strides, v_strides, eps, channels, count, SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = c < channels
@@ -55,21 +54,22 @@ def _scale_kernel(
         if j < count:
             variance = tl.load(variances[j] + c * v_strides[j], mask=mask, other=1.0).to(tl.float32)
             gamma = tl.load(gammas[j] + c * g_strides[j], mask=mask, other=0.0).to(tl.float32)
-            tl.store(out + j * channels + c, gamma * tl.rsqrt(variance + eps), mask=mask)
+            spread = tl.rsqrt(variance + eps)
+            tl.store(out + j * channels + c, gamma * spread, mask=mask)
+            tl.store(inverse + j * channels + c, spread, mask=mask)
 
 
 @triton.jit(do_not_specialize=["channels", "count"])
 def _scale_backward_kernel(
-    of_gammas, of_variances, grad, gammas, variances, og_strides, ov_strides, g_strides, v_strides, eps, channels,
-    count, WITH_VARIANCES: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
+    of_gammas, of_variances, grad, inverse, gammas, og_strides, ov_strides, g_strides, channels, count,
+    WITH_VARIANCES: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     c = tl.program_id(0) * TILE + tl.arange(0, TILE)
     mask = c < channels
     for j in tl.static_range(SLOTS):
         if j < count:
-            along = tl.load(grad + j * channels + c, mask=mask, other=0.0).to(tl.float32)
-            variance = tl.load(variances[j] + c * v_strides[j], mask=mask, other=1.0).to(tl.float32)
-            spread = tl.rsqrt(variance + eps)
+            along = tl.load(grad + j * channels + c, mask=mask, other=0.0)
+            spread = tl.load(inverse + j * channels + c, mask=mask, other=0.0)
             to = of_gammas[j] + c * og_strides[j]
             tl.store(to, (along * spread).to(of_gammas[j].dtype.element_ty), mask=mask)
             if WITH_VARIANCES:
