@@ -126,19 +126,30 @@ def values_per_channel(block: RepConv, x: Tensor) -> int:
 
 
 def step(
-    block: RepConv, x: Tensor, forward: Forward, *, needs_input_gradient: bool = True, passes: int = 1
+    block: RepConv,
+    x: Tensor,
+    forward: Forward,
+    *,
+    needs_input_gradient: bool = True,
+    passes: int = 1,
+    at_once: bool = False,
 ) -> dict[str, Tensor]:
     """What one training step computes, by name: output, all gradients, running statistics. The block stays as it is.
 
-    With several passes, gradients are the sum of them all.
+    With several passes, gradients are the sum of them all; backward goes each, or all of them ``at_once`` at the end.
     """
     block = copy.deepcopy(block).train()
     x = x.clone().requires_grad_(needs_input_gradient)
+    outputs: list[Tensor] = []
     for _ in range(passes):
-        y = forward(block, x)
+        outputs.append(forward(block, x))
         generator = torch.Generator().manual_seed(5)
-        y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y))
-    found = {"output": y.detach()}
+        along = torch.randn(outputs[-1].shape, generator=generator, dtype=torch.float64).to(outputs[-1])
+        if not at_once:
+            outputs[-1].backward(along)
+    if at_once:
+        torch.autograd.backward(outputs, [along] * passes)
+    found = {"output": outputs[-1].detach()}
     gates = {f"{name}.drawn": norm.drawn for name, norm in block.named_modules() if isinstance(norm, GatedNorm)}
     for name, tensor in {"input": x, **dict(block.named_parameters()), **gates}.items():
         if tensor is not None and tensor.requires_grad:

@@ -55,3 +55,8 @@ for origin, first in (("plain", False), ("plain", True), ("normalised", False)):
         assert_same(found, expected, tolerance=1e-4)
         assert first or set(launched) >= needed, launched
         print("the same")
+
+# statistics move between two passes of a block, and the first one's gradient is asked for after that
+block, twice = seven_branches(torch.float32).to(memory_format=memory_format), folded_with(images=1)
+assert_same(step(block, x, twice, passes=2, at_once=True), step(block, x, twice, passes=2), tolerance=1e-6)
+print("the same")

@@ -123,6 +123,13 @@ def test_gradients_add_up_over_several_passes(bias, origin):
     assert_same(step(block, images(), exact, passes=2), step(block, images(), eager, passes=2))
 
 
+@with_and_without_bias
+@pytest.mark.parametrize("gradient", SIGMA_GRADIENTS)
+def test_a_block_may_be_run_again_before_the_backward_pass(gradient, bias):
+    block, forward = seven_branches(origin="normalised", bias=bias), folded_with(images=2, gradient=gradient)
+    assert_same(step(block, images(), forward, passes=2, at_once=True), step(block, images(), forward, passes=2))
+
+
 # Fewer images than the batch has ------------------------------------------------------------------------------------
 
 

@@ -162,5 +162,6 @@ class _Folding:
             if self._differentiates:
                 return scales_and_shift(norms, mean.unbind(), var.unbind())
         running = [norm.running_mean for norm in norms if norm.running_mean is not None]
-        means = [wide(mean) for mean in running] if running else None
+        # copies: a block that is run again before the backward pass moves its statistics on
+        means = torch.stack([wide(mean) for mean in running]).unbind() if running else None
         return scales_and_shift(norms, means, [wide(norm.running_var) for norm in norms])
