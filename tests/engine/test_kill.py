@@ -130,6 +130,11 @@ def seconds_of(driver, flags, out):
     return time.monotonic() - began
 
 
+def a_moment(driver, flags, out):
+    """A small part of an uninterrupted run, in seconds, also if that ran under load and the next ones do not."""
+    return min(0.1 * seconds_of(driver, flags, out), 0.2)
+
+
 def kill_until_done(flags, out, folder, delay, at_most):
     """Start a run again and again, killing it some time after its first checkpoint; how often it was killed."""
 
@@ -156,8 +161,7 @@ def kill_until_done(flags, out, folder, delay, at_most):
 
 @pytest.mark.slow
 def test_the_command_killed_at_random_moments(driver, noisy_net, tmp_path):
-    # under load the whole run may have taken many times as long as what is left of the ones to be killed
-    latest = min(0.1 * seconds_of(driver, LONGER, tmp_path / "whole"), 0.5)
+    latest = a_moment(driver, LONGER, tmp_path / "whole")
     draw = random.Random(0)
     often = f"{LONGER} --checkpoint-minutes 0.001"
     kills = kill_until_done(often, tmp_path / "run", noisy_net, lambda: draw.uniform(0, latest), at_most=2)
@@ -171,7 +175,7 @@ def test_the_command_killed_at_random_moments(driver, noisy_net, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_killed_at_many_random_moments(driver, noisy_net, tmp_path):
-    latest = 0.1 * seconds_of(driver, LONGER, tmp_path / "whole")
+    latest = a_moment(driver, LONGER, tmp_path / "whole")
     for seed, minutes in ((1, 0.0), (2, 0.001)):
         draw, out = random.Random(seed), tmp_path / f"run{seed}"
         flags = f"{LONGER} --checkpoint-minutes {minutes}"
