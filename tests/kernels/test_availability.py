@@ -25,7 +25,14 @@ from dyrep.kernels import (
     statistics,
     unavailable,
 )
-from dyrep.kernels.availability import layout_of, memory_format_of, next_power_of_two, runs_triton
+from dyrep.kernels.availability import (
+    filled,
+    layout_of,
+    memory_format_of,
+    next_power_of_two,
+    runs_triton,
+    slots_for,
+)
 
 
 def reason_with(monkeypatch: pytest.MonkeyPatch, version: str | None, capability: tuple[int, int] | None = None) -> str:
@@ -207,3 +214,16 @@ def test_memory_formats_of_tensors():
 @pytest.mark.parametrize(("value", "expected"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1000, 1024), (1025, 2048)])
 def test_next_power_of_two(value, expected):
     assert next_power_of_two(value) == expected
+
+
+@pytest.mark.parametrize(("count", "slots"), [(0, 8), (1, 8), (8, 8), (9, 16), (17, 24)])
+def test_kernels_are_compiled_for_few_numbers_of_tensors(count, slots):
+    assert slots_for(count) == slots
+
+
+def test_slots_are_filled_up_with_the_first_tensor():
+    first, second = torch.ones(1), torch.ones(2)
+    found = filled([first, second], 8)
+    assert len(found) == 8
+    assert found[1] is second
+    assert all(tensor is first for tensor in (found[0], *found[2:]))

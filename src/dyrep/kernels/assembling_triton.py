@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dyrep.kernels.availability import next_power_of_two
+from dyrep.kernels.availability import filled, next_power_of_two, slots_for
 
 _TILE = 8192  # elements of the large kernel that a program holds at a time: few, long loads hide latency
 _LARGEST = 16384
-_SLOTS = 8
 _FACTS = 9
 
 
@@ -24,14 +23,13 @@ def assemble_(
     identity: list[int],
 ) -> None:
     """Write the sum into ``out``."""
-    slots = -(-max(len(kernels), 1) // _SLOTS) * _SLOTS  # few different numbers, or it is compiled for every structure
+    slots = slots_for(len(kernels))
     facts = [fact for part in _facts(kernels, places, out.shape) for fact in part]
     facts += [0] * (_FACTS * (slots - len(kernels)))
-    filled = (kernels or [out]) + [(kernels or [out])[0]] * (slots - max(len(kernels), 1))
     channels, taps, inputs = _tile(out)
     _assemble_kernel[(out.shape[0], triton.cdiv(out.shape[1], inputs))](
-        out, out if base is None else base, tuple(filled), scales, tuple(facts), tuple(out.stride()),
-        tuple((out if base is None else base).stride()), channels,
+        out, out if base is None else base, filled(kernels or [out], slots), scales, tuple(facts),
+        tuple(out.stride()), tuple((out if base is None else base).stride()), channels,
         identity[0] * out.shape[3] + identity[1] if identity else 0, len(kernels), out.shape[2], out.shape[3],
         base is not None, bool(identity), slots, inputs, taps, num_warps=_warps(inputs * taps),
     )  # fmt: skip

@@ -14,6 +14,7 @@ OLDEST_TRITON = (3, 3)
 """The first version whose kernels take tuples of pointers."""
 
 
+_SLOTS = 8
 _reason: str | None = None  # not functools.cache, which torch.compile warns of
 
 
@@ -93,6 +94,16 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
     if inner is not None and x.is_contiguous(memory_format=inner):
         return inner
     return torch.contiguous_format
+
+
+def slots_for(count: int) -> int:
+    """How many tensors a kernel is compiled for that takes any number: few different ones, not one per structure."""
+    return -(-max(count, 1) // _SLOTS) * _SLOTS
+
+
+def filled(tensors: list[Tensor], slots: int) -> tuple[Tensor, ...]:
+    """Tensors for all slots; the surplus is not read."""
+    return (*tensors, *tensors[:1] * (slots - len(tensors)))
 
 
 def next_power_of_two(value: int) -> int:

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dyrep.kernels.availability import Layout, layout_of, next_power_of_two
+from dyrep.kernels.availability import Layout, filled, layout_of, next_power_of_two, slots_for
 
 _PROGRAMS = 512  # enough to fill a large GPU several times over
 _TILE = 2048  # elements that one program holds of a tensor at a time
-_SLOTS = 8
 _FINISH = (64, 32)  # rows and columns of the kernels that add partial sums up
 # numbers whose value tells a compiler nothing of use: without this it would compile for ones and multiples of 16 apart
 _ANY = ["images", "positions", "images_each", "positions_each", "chunks", "count", "size", "eps", "share"]
@@ -31,10 +30,10 @@ def statistics(terms: list[Tensor]) -> tuple[Tensor, Tensor]:
     like: dict[str, Any] = {"device": terms[0].device, "dtype": torch.float32}
     partial = torch.empty(len(terms), 2, split.chunks, layout.channels, **like)
     pivots, mean, var = (torch.empty(len(terms), layout.channels, **like) for _ in range(3))
-    grid = (split.chunks, triton.cdiv(layout.channels, columns))
+    grid, slots = (split.chunks, triton.cdiv(layout.channels, columns)), slots_for(len(terms))
     _statistics_kernel[grid](
-        _filled(terms, len(terms)), pivots, partial, *layout, *split.per_chunk, split.chunks, len(terms),
-        _slots(len(terms)), rows, columns,
+        filled(terms, slots), pivots, partial, *layout, *split.per_chunk, split.chunks, len(terms), slots, rows,
+        columns,
     )  # fmt: skip
     _finish_statistics_kernel[(len(terms), triton.cdiv(layout.channels, _FINISH[1]))](
         pivots, partial, mean, var, layout.channels, split.chunks, float(layout.images * layout.positions), *_FINISH
@@ -70,10 +69,10 @@ def backward(
     partial = torch.empty(sums_wanted, split.chunks, layout.channels, **like)
     sums = torch.empty(len(terms) + 1, layout.channels, **like)
     along_gamma = torch.empty_like(mean)
-    grid = (split.chunks, triton.cdiv(layout.channels, columns))
+    grid, slots = (split.chunks, triton.cdiv(layout.channels, columns)), slots_for(sums_wanted)
     _reduce_kernel[grid](
-        grad, _filled(terms, sums_wanted), mean, partial, *layout, *split.per_chunk, split.chunks, len(terms),
-        shift, _slots(sums_wanted), rows, columns,
+        grad, filled(terms, slots), mean, partial, *layout, *split.per_chunk, split.chunks, len(terms), shift, slots,
+        rows, columns,
     )  # fmt: skip
     _finish_reduce_kernel[(sums_wanted, triton.cdiv(layout.channels, _FINISH[1]))](
         partial, var, sums, along_gamma, eps, layout.channels, split.chunks, len(terms), *_FINISH
@@ -92,16 +91,6 @@ def plain_sum(tensors: list[Tensor]) -> Tensor:
     out = torch.empty_like(tensors[0])
     _plain_sum_kernel[(triton.cdiv(out.numel(), _TILE),)](tuple(tensors), out, out.numel(), len(tensors), _TILE)
     return out
-
-
-def _slots(count: int) -> int:
-    """Terms that a kernel is compiled for: few different numbers, so that it need not be for every structure."""
-    return -(-count // _SLOTS) * _SLOTS
-
-
-def _filled(terms: list[Tensor], count: int) -> tuple[Tensor, ...]:
-    """Terms for all slots; the surplus is not read."""
-    return tuple(terms + [terms[0]] * (_slots(count) - len(terms)))
 
 
 class _Split:
